@@ -246,6 +246,35 @@ def test_a_synchronous_batch_is_the_same(one_at_a_time):
             assert (was.weight_version == now.weight_version).all()
 
 
+def test_an_asynchronous_batch_is_the_same(one_at_a_time):
+    """Its rows, with prompts that come twice."""
+    policy = SGLangWrapper(
+        one_at_a_time, generate_kwargs={"max_new_tokens": 24, "temperature": 0.0}
+    )
+    batches = {}
+    for order in ("arrival", "longest"):
+        collector = AsyncLLMCollector(
+            policy=policy,
+            prompts=tasks(3),
+            rewards=length_reward,
+            group_size=2,
+            groups_per_batch=6,
+            total_groups=6,
+            max_staleness=0,
+            deterministic=True,
+            request_order=order,
+        )
+        batches[order] = []
+        for batch in collector:
+            batches[order] += [
+                (row["answer"], row["tokens", "full"].tolist())
+                for row in batch.reshape(-1).unbind(0)
+            ]
+        collector.shutdown()
+    assert len(batches["arrival"]) == 12
+    assert batches["arrival"] == batches["longest"]
+
+
 @pytest.fixture
 def ordered(tiny_model_path):
     with FakeServer(tiny_model_path, server_args=ORDERED) as server:
