@@ -37,6 +37,7 @@ from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
 from torchrl_sglang.collectors.scheduling.priority import (
     RequestOrder,
     choose_priority,
+    choose_slots,
 )
 from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -168,7 +169,10 @@ class AsyncLLMCollector(GroupCollector):
             groups that started first, so that a later turn of an older group does not
             wait behind first turns of newer ones. It needs servers with
             ``enable_priority_scheduling=True`` and
-            ``disable_priority_preemption=True``.
+            ``disable_priority_preemption=True``. ``"longest"``: of those for the
+            earliest batch the ones that are expected to be longest, as other samples of
+            their prompt tell. It is for plain functions with one response in a
+            conversation, and needs no argument of the servers.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
         deterministic (bool): two runs collect the same, whatever finishes first: each
@@ -295,6 +299,13 @@ class AsyncLLMCollector(GroupCollector):
             blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
             seeds=self._seeds if has_seeds else None,
             priority_of=choose_priority(request_order, policy.model.capabilities),
+            slot_of=choose_slots(
+                request_order,
+                policy.model,
+                limits.groups_per_update,
+                further={"env": env, "agent": agent}
+                | ({} if max_turns == 1 else {"step": step, "tools": tools}),
+            ),
             rewards=rewards,
             group_rewards=group_rewards,
             step=step,

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase, lazy_stack
+from tensordict import (
+    LazyStackedTensorDict,
+    TensorDictBase,
+    lazy_stack,
+    set_list_to_stack,
+)
 from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import AsyncEnvPool
@@ -20,12 +25,17 @@ from torchrl_sglang.collectors.copies import (
     next_input,
     step,
 )
+from torchrl_sglang.collectors.scheduling.priority import BatchOrder
+from torchrl_sglang.collectors.scheduling.slots import Slots
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
     check_schemes,
     detach_weight_sync,
 )
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies.engine_call import ask
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.support.checks import check_choice
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -40,10 +50,18 @@ class SGLangLLMCollector(LLMCollector):
 
     Keyword Args:
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``.
+        request_order (str): which requests of a batch the servers begin first, where
+            they are more than the servers can run: ``"arrival"`` (default), or
+            ``"longest"``: those that are expected to be longest, so that the batch does
+            not end with a long response that began last. One sample of each prompt
+            tells the length of the others, and so does an earlier epoch. What is
+            yielded is the same.
 
     Raises:
         ConfigurationError: if a scheme is not an ``SGLangWeightSyncScheme`` or is for a
-            model other than ``"policy"``.
+            model other than ``"policy"``, or if the order needs another policy or
+            environment.
+        UnsupportedByServerError: if servers do not tell how many requests they run.
 
     Examples:
         >>> scheme = SGLangWeightSyncScheme(engine, model)
@@ -73,12 +91,31 @@ class SGLangLLMCollector(LLMCollector):
         self,
         *args: Any,
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
+        request_order: BatchOrder = "arrival",
         **kwargs: Any,
     ) -> None:
         schemes = check_schemes(weight_sync_schemes)
+        check_choice("request_order", request_order, get_args(BatchOrder))
         super().__init__(*args, **kwargs)
+        self._slots = self._make_slots() if request_order == "longest" else None
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
+
+    def _make_slots(self) -> Slots:
+        policy = self.policy
+        if not isinstance(policy, SGLangWrapper) or not policy.generate:
+            raise ConfigurationError(
+                f"request_order='longest' needs an SGLangWrapper that generates, got "
+                f"{type(policy).__name__}; leave it out."
+            )
+        if policy.batching or isinstance(self.env, AsyncEnvPool):
+            given = "batching=True" if policy.batching else "an AsyncEnvPool"
+            raise ConfigurationError(
+                f"request_order='longest' orders the requests of a whole batch, which "
+                f"{given} takes apart; give one environment of all conversations and "
+                f"a policy without batching."
+            )
+        return Slots(policy.model)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Ends the collector, and has its scheme's sender forget it."""
@@ -116,7 +153,7 @@ class SGLangLLMCollector(LLMCollector):
         """Returns one turn of each conversation, and prepares the next ones."""
         if self.verbose:
             torchrl_logger.debug("SGLangLLMCollector: one turn of each conversation.")
-        batch = self.policy(self._shuttle)
+        batch = self._respond(self._shuttle)
         with collect_garbage_afterwards():
             output, following = self._step_env(batch)
             collected = output.get("collector", default=None)
@@ -126,6 +163,21 @@ class SGLangLLMCollector(LLMCollector):
             self._shuttle = following
             turns: TensorDictBase = copy_tree(output, recurse=True)
             return turns
+
+    @set_list_to_stack(True)
+    def _respond(self, tensordict: TensorDictBase | None) -> TensorDictBase:
+        """Returns ``self.policy(tensordict)``."""
+        policy, slots = self.policy, self._slots
+        if slots is None:
+            batch: TensorDictBase = policy(tensordict)
+            return batch
+        assert tensordict is not None
+        prompts, requests = policy.begin(tensordict)
+        completions = ask(
+            policy.model, slots.assign(requests), tokenizer=policy.tokenizer
+        )
+        finished: TensorDictBase = policy.finish(tensordict, prompts, completions)
+        return finished
 
     def _step_env(self, batch: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
         """Returns ``env.step_and_maybe_reset(batch)``."""

@@ -19,7 +19,12 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import TokenSpan
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
+from torchrl_sglang.collectors.scheduling.priority import (
+    PriorityOf,
+    SlotOf,
+    no_priority,
+    no_slot,
+)
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
@@ -48,6 +53,7 @@ class FunctionGroups:
         blocking: threads of their functions, which end with them.
         seeds: of their responses; ``None``: the policy's.
         priority_of: the priority of a group's requests.
+        slot_of: what each of them waits for.
     """
 
     def __init__(
@@ -61,6 +67,7 @@ class FunctionGroups:
         blocking: BlockingCalls,
         seeds: SampleSeeds | None = None,
         priority_of: PriorityOf = no_priority,
+        slot_of: SlotOf = no_slot,
     ) -> None:
         self.size = size
         self.generating = conversations.generating
@@ -71,6 +78,7 @@ class FunctionGroups:
         self._versions = versions
         self._seeds = seeds
         self._priority_of = priority_of
+        self._slot_of = slot_of
         check_names(rewards.names, writer.columns, "a reward")
         self._columns = writer.columns | frozenset(rewards.names)
 
@@ -98,6 +106,7 @@ class FunctionGroups:
                         policy_version=policy_version,
                         seed_of=seeds_at(self._seeds, position, conversation.sample),
                         priority=self._priority_of(position),
+                        slot=self._slot_of(position, conversation.opening.token_ids),
                     )
 
         try:

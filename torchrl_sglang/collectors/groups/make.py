@@ -16,7 +16,7 @@ from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.collection import Groups
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf, SlotOf
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
@@ -36,6 +36,7 @@ def make_groups(
     blocking: BlockingCalls,
     seeds: SampleSeeds | None,
     priority_of: PriorityOf,
+    slot_of: SlotOf,
     agent: Any,
     gateway: Any,
     **functions: Any,
@@ -51,6 +52,7 @@ def make_groups(
         blocking: threads of the user's functions.
         seeds: of samples; None: the engine's own randomness.
         priority_of: the priority of a group's requests.
+        slot_of: what each request of plain functions waits for.
         agent: writes a whole conversation.
         gateway: an agent's endpoint.
         functions: arguments of :class:`.Conversations`, and both kinds of rewards.
@@ -88,7 +90,9 @@ def make_groups(
         "priority_of": priority_of,
     }
     if env is None:
-        return _of_functions(policy, versions, group_size, **options, **functions)
+        return _of_functions(
+            policy, versions, group_size, slot_of=slot_of, **options, **functions
+        )
     if given:
         raise ConfigurationError(
             f"{' and '.join(given)} cannot be given with env, whose transforms say "
@@ -108,6 +112,7 @@ def _of_functions(
     blocking: BlockingCalls,
     seeds: SampleSeeds | None,
     priority_of: PriorityOf,
+    slot_of: SlotOf,
     **functions: Any,
 ) -> Groups:
     rewarded = Rewards(
@@ -139,6 +144,7 @@ def _of_functions(
         blocking=blocking,
         seeds=seeds,
         priority_of=priority_of,
+        slot_of=slot_of,
     )
 
 
