@@ -124,9 +124,10 @@ def _engine(machine: Machine) -> Rows:
     python, packages, error = read_engine(machine.device, machine.python)
     wanted, version = machine.required.sglang, packages.get("sglang")
     if version is None:
-        remedy = "Name an interpreter that has SGLang with --python."
-        if not error:
-            remedy = f"{remedy[:-1]}, or {INSTALL[machine.device]}."
+        install = f", or {INSTALL[machine.device]}"
+        if error and (machine.device == "cuda" or cpu.INSTALL_COMMAND in error):
+            install = ""
+        remedy = f"Name an interpreter that has SGLang with --python{install}."
         yield "problem", "engine", error or f"{python} has no sglang.", remedy
         return
     if in_range(version, wanted):

@@ -59,7 +59,7 @@ SHORT_LIFE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Place:
+class _Substitute:
     """Where this process listens for a worker that has ended."""
 
     site: web.SockSite
@@ -277,7 +277,7 @@ class WorkerPool:
         )
         return True
 
-    async def _take_over(self, port: int, runner: web.AppRunner) -> _Place | None:
+    async def _take_over(self, port: int, runner: web.AppRunner) -> _Substitute | None:
         """Listens on the port of a worker that ended: clients still use its address."""
         try:
             listener = _listen(self._addresses.host, port)
@@ -288,7 +288,7 @@ class WorkerPool:
                 f"Clients of an ended process of the gateway are not answered: {error}"
             )
             return None
-        return _Place(site=site, listener=listener)
+        return _Substitute(site=site, listener=listener)
 
     async def _end(self) -> None:
         """Ends all workers."""
@@ -377,7 +377,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, reuse_port=True)
 
 
-async def _hand_back(place: _Place, runner: web.AppRunner) -> None:
+async def _hand_back(place: _Substitute, runner: web.AppRunner) -> None:
     """Listens no more; connections that wait there would be reset."""
     waiting = list[socket.socket]()
     with suppress(BlockingIOError):
