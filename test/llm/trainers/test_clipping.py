@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from helpers.torchrun import run_ranks
 
@@ -12,6 +13,7 @@ from torchrl_sglang.trainers.clipping import clip_gradients
 PROGRAM = Path(__file__).with_name("clip_program.py")
 
 
+@pytest.mark.slow
 def test_shards_are_clipped_as_whole_gradients():
     run_ranks(PROGRAM, ranks=2)
 
