@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.recording.format import SHARES
@@ -32,8 +33,14 @@ CLOSE_SECONDS = 10.0
 
 def to_line(record: Mapping[str, Any]) -> bytes:
     """Returns a record as a line of JSON; what JSON has no form for is a text."""
-    text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=str)
-    return text.encode("utf-8", "replace") + b"\n"
+    try:
+        return msgspec.json.encode(record, enc_hook=str) + b"\n"
+    except (TypeError, ValueError):
+        # Other keys than texts, half of a character, a number of more than 64 bits.
+        text = json.dumps(
+            record, ensure_ascii=False, separators=(",", ":"), default=str
+        )
+        return text.encode("utf-8", "replace") + b"\n"
 
 
 class Files:
