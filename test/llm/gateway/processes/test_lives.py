@@ -182,6 +182,8 @@ def test_a_process_that_hangs(fake_engine: AsyncSGLang) -> None:
         one = gateway.session()
         hung = next(w for w in gateway._pool._workers if one.key in w.sessions)
         said = going_on(ask(one))
+        # Until the process has told that the client has the turn.
+        wait_until(lambda: not gateway._pool._owner.unreceived.get(one))
         hung.process.send_signal(signal.SIGSTOP)
         left = one.url
         wait_until(lambda: one.url != left, seconds=150)
