@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,22 +151,6 @@ class _Assembly:
         self._again: dict[str, list[Group]] = {}
         self._lost = 0
         self._dropped = 0
-        self._handlers: dict[str, Callable[[Mapping[str, Any], float], None]] = {
-            "began": self._on_began,
-            "failed": self._on_failed,
-            "stale": self._on_stale,
-            "batch": self._on_batch,
-            "trained": self._on_trained,
-            "scored": self._on_scored,
-            "phase": self._on_phase,
-            "update": self._on_update,
-            "engine": self._on_engine,
-            "collector": self._on_collector,
-            "metrics": self._on_metrics,
-            "step": self._on_step,
-            "lost": self._on_lost,
-            "dropped": self._on_dropped,
-        }
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
@@ -217,7 +201,7 @@ class _Assembly:
         if kind != "start":
             # Before a run does something, servers are started, which takes minutes.
             self._see(time)
-        handle = self._handlers.get(kind)
+        handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
             handle(event, time)
 
