@@ -402,6 +402,8 @@ class ServerCapabilities:
     """A weight update says whether it is for the served model, its draft or both."""
     spares_draft: bool = False
     """Tensors of a weight update can be kept from a draft model."""
+    feeds_draft: bool = False
+    """Tensors of a weight update can reach the draft model."""
     has_traced_loader: bool = False
     """The server was started with ``weight_loader="traced"``."""
     quantized: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
@@ -64,9 +65,13 @@ def acceptance(engine) -> float:
 
 
 def update(engine, model: torch.nn.Module, **options: Any) -> None:
-    scheme = SGLangWeightSyncScheme(engine, transport="cuda_ipc", **options)
-    scheme.create_sender().update_weights(model)
-    scheme.shutdown()
+    """Updates the server; by files where it cannot give its draft tensors."""
+    with tempfile.TemporaryDirectory() as folder:
+        if options.get("draft") == "update" and not engine.capabilities.feeds_draft:
+            options |= {"transport": "disk", "directory": folder}
+        scheme = SGLangWeightSyncScheme(engine, **{"transport": "cuda_ipc", **options})
+        scheme.create_sender().update_weights(model)
+        scheme.shutdown()
 
 
 def difference(engine, model) -> float:
@@ -207,6 +212,15 @@ def test_files_would_overwrite_the_draft(draft_engine, tmp_path):
         scheme.create_sender().update_weights(new_model(3))
     with pytest.raises(UnsupportedByServerError, match="overwrite the draft"):
         scheme.create_sender().recover()
+    assert difference(draft_engine, new_model(0)) < TOLERANCE
+
+
+def test_tensors_would_end_the_server(draft_engine):
+    if draft_engine.capabilities.feeds_draft:
+        pytest.skip("this SGLang gives tensors to every draft")
+    scheme = SGLangWeightSyncScheme(draft_engine, transport="cuda_ipc", draft="update")
+    with pytest.raises(UnsupportedByServerError, match="ends when it is given tensors"):
+        scheme.create_sender().update_weights(new_model(3))
     assert difference(draft_engine, new_model(0)) < TOLERANCE
 
 

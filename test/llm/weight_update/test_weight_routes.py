@@ -18,6 +18,8 @@ EAGLE = {
 }
 MTP = {**EAGLE, "speculative_draft_model_path": "some/model"}
 OWN_MTP = {**EAGLE, "speculative_draft_model_path": None}
+STANDALONE = {**EAGLE, "speculative_algorithm": "STANDALONE"}
+LAYERS = {**MTP, "speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}
 NGRAM = {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}
 
 
@@ -95,6 +97,7 @@ def test_tensors_are_kept_from_a_draft_of_its_own(
     [
         (EAGLE, "keep", "target"),
         (EAGLE, "update", "all"),
+        (STANDALONE, "update", "all"),
         (MTP, "keep", "target"),
         (MTP, "update", "all"),
         ({}, "keep", None),
@@ -118,6 +121,8 @@ def test_what_an_update_does_to_a_draft_can_be_chosen(
         (EAGLE, "update", None),
         (MTP, "keep", True),
         (MTP, "update", None),
+        (STANDALONE, "auto", True),
+        (LAYERS, "keep", True),
     ],
 )
 def test_the_choice_without_update_sessions(
@@ -157,6 +162,8 @@ CHANGES = ("/pause_generation", "/begin_weight_update", "/update_weights_from_di
         (EAGLE, True, "disk", "auto", "overwrite the draft"),
         (EAGLE, False, "disk", "auto", "overwrite the draft"),
         (MTP, False, "broadcast", "auto", "cuda_ipc"),
+        (STANDALONE, False, "cuda_ipc", "update", "Use transport='disk'"),
+        (LAYERS, False, "cuda_ipc", "auto", "ends when it is given tensors"),
         ({"quantization": "fp8"}, True, "cuda_ipc", "auto", "'fp8'"),
         ({"quantization": "fp8"}, True, "disk", "auto", "'fp8'"),
         ({"quantization": "fp8"}, True, "broadcast", "auto", "'fp8'"),

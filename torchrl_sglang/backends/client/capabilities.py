@@ -52,6 +52,7 @@ _MODEL_ROUTES = ("/model_info", "/get_model_info")
 _LOAD_ROUTES = ("/v1/loads", "/get_load")
 """Routes of the number of running requests, newest first."""
 
+_FED_BY_TENSORS = ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
 _MAY_DIFFER = {
     "version",
     "model_path",
@@ -329,6 +330,7 @@ def interpret(
         draft=_draft(server_info),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
+        feeds_draft="selector" in begin_fields or _feeds_draft(server_info),
         has_traced_loader=TRACED_LOADER in _names(server_info, "custom_weight_loader"),
         quantized=find_quantization(quantization, args),
         # Stored prefixes have had keys since servers have told that they are ready.
@@ -355,6 +357,18 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
         return None
     path = server_info.get("speculative_draft_model_path")
     return "same" if path in (None, "", server_info.get("model_path")) else "separate"
+
+
+def _feeds_draft(server_info: Mapping[str, Any]) -> bool:
+    """Returns whether an SGLang without selectors can give tensors to its draft.
+
+    Its worker for other algorithms, and for several layers that predict, raises an
+    error when it is given some, and the server ends.
+    """
+    algorithm = str(server_info.get("speculative_algorithm")).upper()
+    return algorithm in _FED_BY_TENSORS and not server_info.get(
+        "enable_multi_layer_eagle"
+    )
 
 
 def _names(server_info: Mapping[str, Any], name: str) -> list[Any]:

@@ -73,6 +73,13 @@ def check_draft(
             f"Nothing was sent. Use transport='cuda_ipc' or 'disk', draft='keep', a "
             f"newer SGLang, or no speculative decoding."
         )
+    if route == "tensor" and both and not capabilities.feeds_draft:
+        raise UnsupportedByServerError(
+            f"The draft model is to take the weights (draft={draft!r}), and SGLang "
+            f"{capabilities.version} ends when it is given tensors for this kind of "
+            f"draft. Nothing was sent. Use transport='disk', draft='keep', a newer "
+            f"SGLang, or no speculative decoding."
+        )
     if route == "tensor" and not both and not capabilities.spares_draft:
         raise UnsupportedByServerError(
             f"The draft model is to keep its weights (draft={draft!r}), and SGLang "
