@@ -202,6 +202,9 @@ class Completion:
     """The stop token id or stop string that ended it."""
     cached_tokens: int = 0
     """Number of prompt tokens whose KV cache came from the prefix cache."""
+    verify_passes: int = 0
+    """Passes of the model in which drafts of the response were verified; 0 without
+    speculative decoding."""
     versions: tuple[VersionSpan, ...] = ()
     """Weight versions of the response tokens, in order, without gaps. Empty if unknown:
     SGLang before 0.5.20 names the last version only."""
@@ -237,6 +240,45 @@ BLOCK_FP8 = "fp8 in blocks of 128 x 128"
 
 DraftUpdate: TypeAlias = Literal["auto", "keep", "update"]
 """What a weight update does to a draft model: what fits it, nothing, or the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HistoryDrafts:
+    """Speculative decoding with drafts from earlier responses to the same prompts.
+
+    It is an argument of :meth:`.AsyncSGLang.from_pretrained`.
+
+    Examples:
+        >>> HistoryDrafts(num_tokens=6).max_tokens
+        1000000
+    """
+
+    num_tokens: int = 8
+    """Tokens that a pass of the model computes for each response: one that is certain,
+    and drafts."""
+    max_tokens: int = 1_000_000
+    """Tokens of responses that are remembered, which should be those of an epoch. A
+    server takes some microseconds for each of them when it gets them, and some 300
+    bytes of the machine's memory."""
+    least_length: float = 1.5
+    """Mean number of tokens of a pass below which drafts are switched off."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftStats:
+    """What an engine with ``drafts="history"`` has done since it was made."""
+
+    prompts: int
+    """Prompts whose responses are remembered."""
+    tokens: int
+    """Tokens of these."""
+    sent_tokens: int
+    """Tokens of the texts that servers were given last."""
+    accepted_length: float | None
+    """Mean number of tokens of a pass, of the last 10,000 passes; ``None`` before."""
+    on: bool
+    """Whether they have not been switched off."""
+
 
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 """Route by which servers load weights: a process group, a request, or a folder."""
@@ -398,6 +440,8 @@ class ServerCapabilities:
     """Origin of the weights of a speculative draft model: a checkpoint of their own, or
     the served model's; ``None``: there is none, or it has no weights.
     """
+    takes_draft_texts: bool = False
+    """The server takes drafts from texts that it is given."""
     selects_draft: bool = False
     """A weight update says whether it is for the served model, its draft or both."""
     spares_draft: bool = False
@@ -576,6 +620,8 @@ class EngineStats:
     """Tokens of completed responses."""
     weight_version: str
     """Version of the weights that the engine generates with."""
+    drafts: DraftStats | None = None
+    """Of an engine with ``drafts="history"``."""
     servers: tuple[ServerStats, ...]
     """One for each server."""
 

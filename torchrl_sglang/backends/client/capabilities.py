@@ -328,6 +328,8 @@ def interpret(
         # The second is its name in older versions.
         streams_deltas=has("incremental_streaming_output", "stream_output"),
         draft=_draft(server_info),
+        takes_draft_texts=_takes_draft_texts(server_info)
+        and "/add_external_corpus" in routes,
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
         feeds_draft="selector" in begin_fields or _feeds_draft(server_info),
@@ -357,6 +359,15 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
         return None
     path = server_info.get("speculative_draft_model_path")
     return "same" if path in (None, "", server_info.get("model_path")) else "separate"
+
+
+def _takes_draft_texts(server_info: Mapping[str, Any]) -> bool:
+    """Returns whether a server reserves drafts for texts, and can read these."""
+    return (
+        str(server_info.get("speculative_algorithm")).upper() == "NGRAM"
+        and bool(server_info.get("speculative_ngram_external_sam_budget"))
+        and not server_info.get("skip_tokenizer_init")
+    )
 
 
 def _feeds_draft(server_info: Mapping[str, Any]) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -16,6 +14,7 @@ from torchrl_sglang.collectors.scheduling.longest import LongestFirst, Sample
 from torchrl_sglang.collectors.scheduling.room import most_in_flight, room_of
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.support.digest import digest
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.types import Completion
@@ -58,7 +57,7 @@ class Slots:
             prompt: token ids of the prompt.
             batch: that the response is for; earlier ones go first.
         """
-        return Slot(self, Sample(prompt=_digest(prompt), batch=batch))
+        return Slot(self, Sample(prompt=digest(prompt), batch=batch))
 
     def assign(self, requests: Sequence[AnyRequest]) -> list[AnyRequest]:
         """Returns the requests of a batch, each with a slot."""
@@ -156,8 +155,3 @@ class Slot:
     def release(self, completion: Completion | None) -> None:
         """The request has ended; ``None``: without a response."""
         self._slots.release(self._sample, completion)
-
-
-def _digest(prompt: Sequence[int]) -> bytes:
-    """Returns the identity of a prompt, whose lengths are remembered by it."""
-    return hashlib.blake2b(array("Q", prompt).tobytes(), digest_size=16).digest()
