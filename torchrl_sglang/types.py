@@ -260,7 +260,7 @@ class HistoryDrafts:
     """Tokens of responses that are remembered, which should be those of an epoch. A
     server takes some microseconds for each of them when it gets them, and some 300
     bytes of the machine's memory."""
-    least_length: float = 1.5
+    least_length: float = 2.0
     """Mean number of tokens of a pass below which drafts are switched off."""
 
 

@@ -81,6 +81,7 @@ PUBLIC = {
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
     "GroupAdvantage": "objectives.advantages",
+    "HistoryDrafts": "types",
     "Learner": "trainers.learner",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.contract",

@@ -385,7 +385,7 @@ class AsyncSGLang(TorchRLCalls):
             router_args=router_args or {},
         )
         if settings.drafts is not None:
-            server_args |= history_arguments(settings.drafts, server_args, device)
+            server_args |= history_arguments(settings.drafts, server_args)
         if rollout_dtype is not None:
             server_args |= rollout_arguments(
                 rollout_dtype, str(model), translate_vllm_names(server_args), device

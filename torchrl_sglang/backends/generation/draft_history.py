@@ -24,7 +24,7 @@ SHARE = 0.5
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
-class _Prompt:
+class _KnownPrompt:
     """What is remembered of one prompt."""
 
     texts: deque[array[int]] = field(default_factory=lambda: deque(maxlen=RESPONSES))
@@ -58,7 +58,7 @@ class DraftHistory:
 
     def __init__(self, most_tokens: int) -> None:
         self._most = most_tokens
-        self._prompts: OrderedDict[bytes, _Prompt] = OrderedDict()
+        self._prompts: OrderedDict[bytes, _KnownPrompt] = OrderedDict()
         self._new = 0
         self._came_again = False
         self.tokens = 0
@@ -78,7 +78,7 @@ class DraftHistory:
         """A prompt was answered."""
         if not response:
             return
-        known = self._prompts.setdefault(key, _Prompt())
+        known = self._prompts.setdefault(key, _KnownPrompt())
         self._prompts.move_to_end(key)
         before, new = known.tokens, known.new
         known.texts.append(array("q", (*prompt[-CONTEXT:], *response)))

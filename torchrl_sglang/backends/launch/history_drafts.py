@@ -59,23 +59,17 @@ def to_history_drafts(drafts: object) -> HistoryDrafts | None:
 
 
 def history_arguments(
-    drafts: HistoryDrafts, given: Mapping[str, Any], device: str | None
+    drafts: HistoryDrafts, given: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns the arguments of servers with these drafts.
 
     Args:
         drafts: what was asked for.
         given: arguments of the servers, under SGLang's names.
-        device: that the servers run on.
 
     Raises:
-        ConfigurationError: if the device or an argument does not go with it.
+        ConfigurationError: if an argument does not go with it.
     """
-    if device == "cpu":
-        raise ConfigurationError(
-            "drafts='history' is for servers on NVIDIA GPUs: SGLang verifies drafts of "
-            "texts nowhere else. Leave it out."
-        )
     for name in _SET:
         if given.get(name) is not None:
             raise ConfigurationError(

@@ -101,6 +101,12 @@ def make_server_command(
             "GPUs: SGLang's kernels for CPUs have no such mode, and ignore seeds. "
             "Start the servers with device='cuda', or leave it out."
         )
+    if device == "cpu" and arguments.get("speculative_algorithm") == "NGRAM":
+        raise ConfigurationError(
+            "drafts='history' (speculative_algorithm='NGRAM') is for servers on NVIDIA "
+            "GPUs: SGLang's kernels for CPUs verify no such drafts. Start the servers "
+            "with device='cuda', or leave it out."
+        )
     if deterministic:
         # What a step of decoding leaves in the cache is not, to the bit, what a prefill
         # computes, and how much of a prefix is found there depends on timing.
