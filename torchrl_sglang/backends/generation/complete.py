@@ -105,10 +105,10 @@ class RequestRun:
         """Runs the request, and remembers its response for drafts."""
         if self._drafts is None:
             return await self._run(before)
-        self._drafts.begin(self._request)
+        key = self._drafts.begin(self._request)
         outcome = await self._run(before)
         if isinstance(outcome, Completion):
-            self._drafts.end(self._request, outcome)
+            self._drafts.end(key, self._request, outcome)
         return outcome
 
     async def _run(self, before: asyncio.Task[None] | None) -> Outcome:

@@ -71,20 +71,24 @@ class DraftFeed:
             on=not self._off,
         )
 
-    def begin(self, request: GenerateRequest) -> None:
-        """A request is about to be sent."""
+    def begin(self, request: GenerateRequest) -> bytes | None:
+        """A request is about to be sent; returns what :meth:`end` takes."""
         if self._off:
-            return
-        self._history.begin(digest(request.input_ids))
+            return None
+        key = digest(request.input_ids)
+        self._history.begin(key)
         if self._history.is_due and (self._feeding is None or self._feeding.done()):
             self._feeding = asyncio.ensure_future(self._feed())
+        return key
 
-    def end(self, request: GenerateRequest, completion: Completion) -> None:
+    def end(
+        self, key: bytes | None, request: GenerateRequest, completion: Completion
+    ) -> None:
         """A request has its response."""
-        if self._off:
+        if self._off or key is None:
             return
-        prompt, response = request.input_ids, completion.token_ids
-        self._history.end(digest(prompt), prompt, response)
+        response = completion.token_ids
+        self._history.end(key, request.input_ids, response)
         if self._sent and completion.verify_passes:
             self._acceptance.add(len(response), completion.verify_passes)
             if self._acceptance.is_too_short:
