@@ -231,7 +231,7 @@ def test_arguments_that_do_not_go_with_them(given, why):
 @pytest.mark.parametrize(
     ("drafts", "why"),
     [
-        ("histroy", "'histroy' is not 'history'"),
+        ("past", "'past' is not 'history'"),
         (True, "HistoryDrafts"),
         (HistoryDrafts(num_tokens=1), "num_tokens"),
         (HistoryDrafts(max_tokens=10**7), "at most 4500000"),
