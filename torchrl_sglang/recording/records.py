@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,8 +97,17 @@ def row_key(token_ids: Any) -> str:
         >>> row_key([1, 2, 3]) == row_key(np.array([1, 2, 3], "int32"))
         True
     """
-    data = np.ascontiguousarray(np.asarray(token_ids, "<i4"))
-    return hashlib.blake2b(data.tobytes(), digest_size=8).hexdigest()
+    return key_of(pack(token_ids, "i4"))
+
+
+def key_of(*packed: bytes) -> str:
+    """Returns the :func:`row_key` of tokens that are packed, in parts.
+
+    Examples:
+        >>> key_of(pack([1, 2], "i4"), pack([3], "i4")) == row_key([1, 2, 3])
+        True
+    """
+    return hashlib.blake2b(b"".join(packed), digest_size=8).hexdigest()
 
 
 def summary_of(group: GroupRecord, bounds: Bounds) -> dict[str, Any]:
@@ -142,6 +152,9 @@ def sum_and_count(log_probs: Sequence[float] | None) -> tuple[float, int]:
     """Returns the sum of the log-probs that are known, and their number."""
     if not log_probs:
         return 0.0, 0
+    total = sum(log_probs)
+    if math.isfinite(total):
+        return total, len(log_probs)
     values = np.asarray(log_probs, "f8")
     known = values[np.isfinite(values)]
     return float(known.sum()), len(known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -32,15 +33,19 @@ CLOSE_SECONDS = 10.0
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
-    """Returns a record as a line of JSON; what JSON has no form for is a text."""
+    """Returns a record as a line of JSON: bytes as base64, other objects as a text."""
     try:
         return msgspec.json.encode(record, enc_hook=str) + b"\n"
     except (TypeError, ValueError):
         # Other keys than texts, half of a character, a number of more than 64 bits.
         text = json.dumps(
-            record, ensure_ascii=False, separators=(",", ":"), default=str
+            record, ensure_ascii=False, separators=(",", ":"), default=_to_text
         )
         return text.encode("utf-8", "replace") + b"\n"
+
+
+def _to_text(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 class Files:
