@@ -34,7 +34,7 @@ LEAST_BYTES = 1_000_000
 """Least bound on the size of a recording."""
 
 MOST_TOKENS = 2**20
-"""Bound on the tokens whose texts are written: larger than all vocabularies."""
+"""Tokens whose texts are written are smaller: larger than any vocabulary."""
 
 
 class RunRecorder:
@@ -260,8 +260,9 @@ class _TokenStrips:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        # For each token, whether its text is written.
+        # Of each token, whether its text is written; of the last one it never is.
         self._known = np.zeros(MOST_TOKENS, bool)
+        self._known[-1] = True
 
     def write(
         self, make: Callable[[], GroupRecord], tokenizer: Any, files: Files
@@ -281,14 +282,18 @@ class _TokenStrips:
     def _write_vocabulary(
         self, texts: Mapping[str, Any], tokenizer: Any, files: Files
     ) -> None:
-        parts = [turn["ids"] for each in texts["responses"] for turn in each["turns"]]
-        used = np.frombuffer(b"".join(parts), "<u4")
-        used = used[used < MOST_TOKENS]
-        new = np.unique(used[~self._known[used]])
-        if len(new):
-            pieces = {str(token): tokenizer.decode([token]) for token in new.tolist()}
+        new: set[int] = set()
+        for response in texts["responses"]:
+            for turn in response["turns"]:
+                used = np.frombuffer(turn["ids"], "<u4")
+                known = self._known.take(used, mode="clip")
+                if not known.all():
+                    new.update(used[~known].tolist())
+        if new:
+            tokens = sorted(new)
+            pieces = {str(token): tokenizer.decode([token]) for token in tokens}
             files.append("vocabulary", {"pieces": pieces})
-            self._known[new] = True
+            self._known[tokens] = True
 
 
 def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:

@@ -35,6 +35,7 @@ def _conversation(
     turns, said, keys = [], 0, []
     for number, turn in enumerate(conversation.turns):
         done, end = turn.response.completion, turn.num_messages
+        packed = pack(done.token_ids, "i4")
         turns.append(
             TurnRecord(
                 messages=conversation.messages[said:end],
@@ -47,12 +48,13 @@ def _conversation(
                 began=turn.began,
                 ended=turn.ended,
                 reward=float(turn.reward),
+                packed=packed,
             )
         )
         said = end + 1
         first = turn.prompt is conversation.opening
         prompt = opening if first else pack(turn.prompt.token_ids, "i4")
-        keys.append(key_of(prompt, pack(done.token_ids, "i4")))
+        keys.append(key_of(prompt, packed))
     return ResponseRecord(
         turns=turns,
         keys=keys,
