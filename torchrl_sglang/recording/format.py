@@ -137,11 +137,11 @@ def find_recording(given: str | os.PathLike[str]) -> Path:
 
 
 def pack(values: Sequence[float] | np.ndarray[Any, Any], kind: str) -> bytes:
-    """Returns numbers as little-endian ``"i4"`` or ``"f4"``; in a line it is base64.
+    r"""Returns numbers as little-endian ``"i4"`` or ``"f4"``; in a line it is base64.
 
     Examples:
         >>> pack([1, 2], "i4")
-        b'\\x01\\x00\\x00\\x00\\x02\\x00\\x00\\x00'
+        b'\x01\x00\x00\x00\x02\x00\x00\x00'
     """
     if isinstance(values, list):
         try:
