@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError
@@ -31,6 +32,9 @@ from torchrl_sglang.types import SyncReport
 
 LEAST_BYTES = 1_000_000
 """Least bound on the size of a recording."""
+
+MOST_TOKENS = 2**20
+"""Tokens whose texts are written are smaller: larger than any vocabulary."""
 
 
 class RunRecorder:
@@ -256,7 +260,9 @@ class _TokenStrips:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        self._known: set[int] = set()
+        # Of each token, whether its text is written; of the last one it never is.
+        self._known = np.zeros(MOST_TOKENS, bool)
+        self._known[-1] = True
 
     def write(
         self, make: Callable[[], GroupRecord], tokenizer: Any, files: Files
@@ -266,24 +272,28 @@ class _TokenStrips:
         # Evenly spread, and the same ones in each run.
         share = self._bounds.sample
         if int(group.id * share) > int((group.id - 1) * share):
+            texts = texts_of(group, self._bounds)
             if self._bounds.responses:
-                self._write_vocabulary(group, tokenizer, files)
-            place = files.append("texts", texts_of(group, self._bounds))
+                self._write_vocabulary(texts, tokenizer, files)
+            place = files.append("texts", texts)
             summary["texts"] = [place.file, place.offset, place.length]
         files.append("groups", summary)
 
     def _write_vocabulary(
-        self, group: GroupRecord, tokenizer: Any, files: Files
+        self, texts: Mapping[str, Any], tokenizer: Any, files: Files
     ) -> None:
         new: set[int] = set()
-        for response in group.responses:
-            for turn in response.turns:
-                new.update(turn.completion.token_ids)
-        new -= self._known
+        for response in texts["responses"]:
+            for turn in response["turns"]:
+                used = np.frombuffer(turn["ids"], "<u4")
+                known = self._known.take(used, mode="clip")
+                if not known.all():
+                    new.update(used[~known].tolist())
         if new:
-            pieces = {str(token): tokenizer.decode([token]) for token in sorted(new)}
+            tokens = sorted(new)
+            pieces = {str(token): tokenizer.decode([token]) for token in tokens}
             files.append("vocabulary", {"pieces": pieces})
-            self._known |= new
+            self._known[tokens] = True
 
 
 def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:

@@ -39,6 +39,7 @@ class LineStream:
     removed: list[str] = field(default_factory=list)
     """Files that made room, since somebody asked."""
     _file: BinaryIO | None = None
+    _file_name: str = ""
     _number: int = 0
     _size: int = 0
 
@@ -51,9 +52,7 @@ class LineStream:
         if self._file is None or self._size + len(line) > self._most_of_file:
             self._begin_file()
         assert self._file is not None
-        place = StreamPlace(
-            file=Path(self._file.name).name, offset=self._size, length=len(line)
-        )
+        place = StreamPlace(file=self._file_name, offset=self._size, length=len(line))
         try:
             self._file.write(line)
         except OSError:
@@ -92,10 +91,10 @@ class LineStream:
     def _begin_file(self) -> None:
         self.close()
         self._make_room()
-        name = f"{self.name}-{self.writer}-{self._number:05}.jsonl"
+        self._file_name = f"{self.name}-{self.writer}-{self._number:05}.jsonl"
         self._number += 1
         self._size = 0
-        self._file = (self.folder / name).open("ab")
+        self._file = (self.folder / self._file_name).open("ab")
 
     def _make_room(self) -> None:
         """Removes the oldest files, so that there is room for another one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
@@ -20,9 +21,12 @@ from torchrl_sglang.recording.streams import LineStream, StreamPlace
 MOST_QUEUED = 5_000_000
 """Tokens and lines that wait to be written; what would be more is lost."""
 
-FLUSH_SECONDS = 0.5
-"""Interval at which what was written is handed to the system: a process that is killed
-loses so much."""
+MANY_QUEUED = 250_000
+"""Tokens and lines that are written before the interval ends."""
+
+FLUSH_SECONDS = 0.25
+"""Interval at which what is queued is written and handed to the system: a process that
+is killed loses so much, and what is being written."""
 
 RETRY_SECONDS = 30.0
 """Wait after a failure of the disk before the next attempt."""
@@ -32,15 +36,19 @@ CLOSE_SECONDS = 10.0
 
 
 def to_line(record: Mapping[str, Any]) -> bytes:
-    """Returns a record as a line of JSON; what JSON has no form for is a text."""
+    """Returns a record as a line of JSON: bytes as base64, other objects as a text."""
     try:
         return msgspec.json.encode(record, enc_hook=str) + b"\n"
     except (TypeError, ValueError):
         # Other keys than texts, half of a character, a number of more than 64 bits.
         text = json.dumps(
-            record, ensure_ascii=False, separators=(",", ":"), default=str
+            record, ensure_ascii=False, separators=(",", ":"), default=_to_text
         )
         return text.encode("utf-8", "replace") + b"\n"
+
+
+def _to_text(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
 class Files:
@@ -138,7 +146,7 @@ class RecordWriter:
                         target=self._run, name="torchrl_sglang-recorder", daemon=True
                     )
                     self._thread.start()
-                elif len(self._queue) == 1:
+                elif self._queued >= MANY_QUEUED > self._queued - cost:
                     self._changed.notify()
         if full:
             self._warn("queue", "it cannot be written as fast as the run goes on")
@@ -159,21 +167,19 @@ class RecordWriter:
         return not thread.is_alive()
 
     def _run(self) -> None:
-        flush_at = time.monotonic() + FLUSH_SECONDS
-        while True:
+        # All that came in an interval at once: each switch between threads has a cost,
+        # and what a thread does after it is slow at first.
+        while not self._closing or self._queue:
             with self._changed:
-                if not self._queue:
-                    if self._closing:
-                        break
+                if not self._closing and self._queued < MANY_QUEUED:
                     self._changed.wait(FLUSH_SECONDS)
-                job, cost = self._queue.popleft() if self._queue else (None, 0)
-                self._queued -= cost
-            if job is not None:
+            flush_at = time.monotonic() + FLUSH_SECONDS
+            while self._queue and time.monotonic() < flush_at:
+                with self._changed:
+                    job, cost = self._queue.popleft()
+                    self._queued -= cost
                 self._attempt(job)
-            if job is None or time.monotonic() >= flush_at:
-                self._attempt(self._flush, counts=False)
-                flush_at = time.monotonic() + FLUSH_SECONDS
-        self._attempt(self._flush, counts=False)
+            self._attempt(self._flush, counts=False)
         self._files.close()
 
     def _flush(self, files: Files) -> None:

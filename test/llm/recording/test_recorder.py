@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
 import signal
 import subprocess
 import threading
+import time
+from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,10 +22,12 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_sglang import RunRecorder
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.recording.format import unpack
+from torchrl_sglang.recording.format import pack, unpack
 from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.recording.recorder import MOST_TOKENS
 from torchrl_sglang.recording.records import row_key
 from torchrl_sglang.recording.writer import MOST_QUEUED
+from torchrl_sglang.types import Completion
 
 
 class Words:
@@ -32,8 +38,6 @@ class Words:
 
 
 def group_of(recorder, **options):
-    import random
-
     number = recorder.next_id()
     return make_group(random.Random(number), number, 2, 1.0, 3, **options)
 
@@ -70,6 +74,67 @@ def test_a_group_can_be_read_as_it_was(tmp_path):
         assert [turn["reply"] for turn in read["turns"]] == [
             dict(turn.reply) for turn in given.turns
         ]
+
+
+@pytest.mark.parametrize("kind", ["i4", "f4"])
+@pytest.mark.parametrize(
+    "values",
+    [[], [1, 2, 3], [-1, 2**31 - 1], [0.5, np.nan, -np.inf], [1e300], [np.int64(7)]],
+)
+def test_numbers_are_packed_as_numpy_does(kind, values):
+    with np.errstate(all="ignore"):
+        try:
+            wanted = np.array(values, f"<{kind}").tobytes()
+        except (ValueError, OverflowError) as error:
+            with pytest.raises(type(error)):
+                pack(values, kind)
+        else:
+            assert pack(values, kind) == wanted
+
+
+def test_a_line_that_is_not_plain_json_has_its_tokens(tmp_path):
+    with RunRecorder(tmp_path) as recorder:
+        (response,) = make_group(random.Random(1), 1, 1, 1.0, 3).responses
+        reply = {"role": "assistant", "content": "x", "tool_calls": [{1: 2**70}]}
+        turns = [msgspec.structs.replace(response.turns[0], reply=reply)]
+        group = msgspec.structs.replace(
+            make_group(random.Random(1), recorder.next_id(), 1, 1.0, 3),
+            responses=[msgspec.structs.replace(response, turns=turns)],
+        )
+        recorder.group(lambda: group, Words(), 1)
+    recording = Recording.open(tmp_path)
+    (texts,) = recording.read_texts(recording.groups[0].texts)["responses"]
+    assert texts["turns"][0]["reply"]["tool_calls"] == [{"1": 2**70}]
+    ids = unpack(texts["turns"][0]["ids"], "i4").tolist()
+    assert ids == turns[0].completion.token_ids
+
+
+def test_the_text_of_a_token_is_written_once(tmp_path):
+    strange = [-1, MOST_TOKENS - 1, MOST_TOKENS, 2**31 - 1]
+    with RunRecorder(tmp_path) as recorder:
+        for ids in ([3, 1, 3], [1, 2], [2, 3, *strange]):
+            (response,) = make_group(random.Random(1), 1, 1, 1.0, 3).responses
+            done = Completion(token_ids=ids, finish_reason="stop")
+            turn = msgspec.structs.replace(response.turns[0], completion=done)
+            group = msgspec.structs.replace(
+                make_group(random.Random(1), recorder.next_id(), 1, 1.0, 3),
+                responses=[msgspec.structs.replace(response, turns=[turn])],
+            )
+            recorder.group(partial(lambda group: group, group), Words(), 1)
+    (path,) = tmp_path.glob("vocabulary-*")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines == [{"pieces": {"1": "<1>", "3": "<3>"}}, {"pieces": {"2": "<2>"}}]
+    assert recorder.lost == 0
+
+
+def test_what_is_recorded_is_there_soon_without_a_close(tmp_path):
+    recorder = RunRecorder(tmp_path)
+    recorder.log({"loss": 0.5}, step=1)
+    deadline = time.monotonic() + 60
+    while not events(tmp_path, "metrics"):
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+    recorder.close()
 
 
 def test_texts_can_be_left_out(tmp_path):
@@ -198,8 +263,10 @@ while True:
     with subprocess.Popen(
         [trainer_python(), "-c", program], stdout=subprocess.PIPE, text=True
     ) as process:
-        for _ in range(20):
-            process.stdout.readline()
+        # In the middle of a write, as likely as not.
+        while process.stdout.readline():
+            if sum(path.stat().st_size for path in tmp_path.glob("events-*")) > 1e6:
+                break
         os.kill(process.pid, signal.SIGKILL)
     recording = Recording.open(tmp_path)
     steps = [each["step"] for each in recording.events if each["kind"] == "metrics"]

@@ -10,9 +10,11 @@ from tensordict import TensorDictBase
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import TOKENS
+from torchrl_sglang.recording.format import pack
 from torchrl_sglang.recording.records import (
     ResponseRecord,
     TurnRecord,
+    key_of,
     row_key,
 )
 from torchrl_sglang.types import Completion
@@ -22,15 +24,18 @@ def record_conversations(
     conversations: Sequence[Conversation], versions: PolicyVersions
 ) -> list[ResponseRecord]:
     """Returns conversations of plain functions."""
-    return [_conversation(each, versions) for each in conversations]
+    # It is the same of all conversations of a group, and may be long.
+    opening = pack(conversations[0].opening.token_ids, "i4") if conversations else b""
+    return [_conversation(each, versions, opening) for each in conversations]
 
 
 def _conversation(
-    conversation: Conversation, versions: PolicyVersions
+    conversation: Conversation, versions: PolicyVersions, opening: bytes
 ) -> ResponseRecord:
     turns, said, keys = [], 0, []
     for number, turn in enumerate(conversation.turns):
         done, end = turn.response.completion, turn.num_messages
+        packed = pack(done.token_ids, "i4")
         turns.append(
             TurnRecord(
                 messages=conversation.messages[said:end],
@@ -43,10 +48,13 @@ def _conversation(
                 began=turn.began,
                 ended=turn.ended,
                 reward=float(turn.reward),
+                packed=packed,
             )
         )
         said = end + 1
-        keys.append(row_key([*turn.prompt.token_ids, *done.token_ids]))
+        first = turn.prompt is conversation.opening
+        prompt = opening if first else pack(turn.prompt.token_ids, "i4")
+        keys.append(key_of(prompt, packed))
     return ResponseRecord(
         turns=turns,
         keys=keys,
