@@ -21,6 +21,7 @@ import base64
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,29 @@ class Bounds:
     """Whether the texts that the policy reads are recorded."""
     responses: bool
     """Whether the texts and tokens that it writes are recorded."""
+
+
+def files_of(folder: Path, stream: str) -> list[tuple[Path, int]]:
+    """Returns the files of a stream and their sizes, those written last at the end.
+
+    Another process may remove one meanwhile.
+    """
+    found = []
+    for path in folder.glob(f"{stream}-*.jsonl"):
+        with suppress(FileNotFoundError):
+            state = path.stat()
+            found.append((state.st_mtime_ns, path.name, path, state.st_size))
+    return [(path, size) for _, _, path, size in sorted(found)]
+
+
+def writer_of(name: str) -> str:
+    """Returns the writer of a file, by its name.
+
+    Examples:
+        >>> writer_of("events-1a218c1a40bf80f-00000.jsonl")
+        '1a218c1a40bf80f'
+    """
+    return name.partition("-")[2].rpartition("-")[0]
 
 
 def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:

@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.recording.format import find_recording, read_manifest
+from torchrl_sglang.recording.format import (
+    files_of,
+    find_recording,
+    read_manifest,
+    writer_of,
+)
 from torchrl_sglang.recording.lines import ERRORS, GroupLine, read_group, read_line
 
 Line = TypeVar("Line")
@@ -121,6 +128,12 @@ class Recording:
         return made
 
     @property
+    def writers(self) -> list[str]:
+        """Names of the writers of groups, in the order in which they began."""
+        names = {writer_of(n) for n in self._tails if n.startswith("groups-")}
+        return sorted(names)
+
+    @property
     def unfinished(self) -> list[str]:
         """Files whose last line is not complete."""
         return [name for name, tail in self._tails.items() if tail.rest]
@@ -141,9 +154,10 @@ class Recording:
         return changed
 
     def _read(self, stream: str, tail: _Tail) -> bool:
+        writer = writer_of(tail.path.name)
         try:
             if stream == "groups":
-                return self._add_groups(tail.read(read_group, self.damage))
+                return self._add_groups(tail.read(read_group, self.damage), writer)
             found = tail.read(read_line, self.damage)
         except FileNotFoundError:
             # It made room for a newer one.
@@ -152,13 +166,15 @@ class Recording:
             self.damage.add(f"{tail.path.name}: {error}")
             return False
         if stream == "events":
+            for event in found:
+                event["writer"] = writer
             self.events += found
         else:
             self._add_pieces(found)
         return bool(found)
 
-    def _add_groups(self, found: list[GroupLine | None]) -> bool:
-        groups = [line for line in found if line is not None]
+    def _add_groups(self, found: list[GroupLine | None], writer: str) -> bool:
+        groups = [replace(line, writer=writer) for line in found if line is not None]
         self.groups += groups
         self.malformed += len(found) - len(groups)
         return bool(found)
@@ -172,13 +188,11 @@ class Recording:
 
     def _new_files(self, stream: str, most: int) -> list[_Tail]:
         """Returns files that are not known: the newest, of so many bytes together."""
-        paths = [
-            (path.stat().st_mtime_ns, path.name, path, path.stat().st_size)
-            for path in self.folder.glob(f"{stream}-*.jsonl")
-            if path.name not in self._tails
-        ]
+        paths = files_of(self.folder, stream)
         tails, left = [], most
-        for _, _, path, size in sorted(paths, reverse=True):
+        for path, size in reversed(paths):
+            if path.name in self._tails:
+                continue
             start = max(size - left, 0)
             left -= size - start
             if start:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrl_sglang.recording.format import FILES_OF_STREAM
+from torchrl_sglang.recording.format import FILES_OF_STREAM, files_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,14 +99,11 @@ class LineStream:
 
     def _make_room(self) -> None:
         """Removes the oldest files, so that there is room for another one."""
-        found = sorted(
-            (path.stat().st_mtime_ns, path.name, path.stat().st_size, path)
-            for path in self.folder.glob(f"{self.name}-*.jsonl")
-        )
-        total = sum(size for _, _, size, _ in found)
-        for _, name, size, path in found:
+        found = files_of(self.folder, self.name)
+        total = sum(size for _, size in found)
+        for path, size in found:
             if total + self._most_of_file <= self.most_bytes:
                 return
             path.unlink(missing_ok=True)
-            self.removed.append(name)
+            self.removed.append(path.name)
             total -= size

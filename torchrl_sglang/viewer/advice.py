@@ -49,7 +49,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
         return None
     seconds = (run.ended - run.began) * LATELY
     since = run.ended - min(max(seconds, 60.0), 600.0)
-    since = max(since, trainer[0].began)
+    since = max(since, trainer[0].began, run.resumed)
     span = max(run.ended - since, 1e-9)
 
     def share(found: Sequence[Bar], *names: str) -> float:

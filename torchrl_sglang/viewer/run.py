@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +25,13 @@ class Group:
     """A group of responses to a prompt."""
 
     id: str
-    """Number of the group."""
+    """Number of the group, and of its writer unless that is the first."""
     line: GroupLine
     """Its line in the recording."""
     status: str
     """``"complete"``, ``"trained"``, ``"filtered"`` or ``"stale"``."""
     batch: int | None = None
-    """Number of the batch that took it."""
+    """Number of the batch that took it, over all writers."""
     age: int | None = None
     """Weight updates between its oldest token and that batch."""
     advantages: dict[str, float] = field(default_factory=dict)
@@ -84,6 +85,8 @@ class RunData:
     began: float = math.inf
     ended: float = -math.inf
     """Time of the last line."""
+    resumed: float = -math.inf
+    """When it last went on after all that was before had ended."""
     groups: list[Group] = field(default_factory=list)
     phases: list[Bar] = field(default_factory=list)
     """Of the trainer; ``"wait"``: it waits for a batch."""
@@ -141,20 +144,65 @@ def _notes(recording: Recording) -> list[str]:
     return notes
 
 
+class Writers:
+    """Recorders of one folder: they number groups alike, and some were killed.
+
+    Args:
+        names: in the order in which they began.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._places = {name: place for place, name in enumerate(names, 1)}
+        self._spans: dict[str, tuple[float, float]] = {}
+        self._running: Counter[str] = Counter()
+
+    def name(self, writer: str, id_: int | str) -> str:
+        """Returns what a group is called: ``"7"``, or ``"7.2"`` of another writer."""
+        place = self._places.get(writer, 1)
+        return str(id_) if place == 1 else f"{id_}.{place}"
+
+    def see(self, writer: str, time: float, change: int = 0) -> None:
+        """A writer wrote something, or more or fewer of its groups run."""
+        first, last = self._spans.get(writer, (time, time))
+        self._spans[writer] = (min(first, time), max(last, time))
+        self._running[writer] += change
+
+    def unfinished(self) -> list[tuple[float, int]]:
+        """Returns the end of groups that ran when their writer ended before others."""
+        newest = max((last for _, last in self._spans.values()), default=0.0)
+        return [
+            (last, -self._running[writer])
+            for writer, (_, last) in self._spans.items()
+            if last < newest and self._running[writer] > 0
+        ]
+
+    def resumed(self) -> float:
+        """Returns when a writer last began after all others had ended."""
+        found = ended = -math.inf
+        for first, last in sorted(self._spans.values()):
+            if -math.inf < ended < first:
+                found = first
+            ended = max(ended, last)
+        return found
+
+
 class _Assembly:
     """Puts the lines of a recording together."""
 
     def __init__(self, run: RunData) -> None:
         self._run = run
-        self._known: dict[str, Group] = {}
+        self._writers = Writers()
+        self._known: dict[tuple[str, int | str], Group] = {}
         self._by_key: dict[str, Group] = {}
         self._again: dict[str, list[Group]] = {}
         self._lost = 0
         self._dropped = 0
+        self._batch = 0
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
         malformed = recording.malformed
+        self._writers = Writers(recording.writers)
         for line in recording.groups:
             self._group(line)
         self._run.groups.sort(key=lambda group: group.ended)
@@ -164,6 +212,8 @@ class _Assembly:
                 self._event(event)
             except MALFORMED:
                 malformed += 1
+        self._run.running += self._writers.unfinished()
+        self._run.resumed = self._writers.resumed()
         self._say(malformed)
 
     def _say(self, malformed: int) -> None:
@@ -179,17 +229,23 @@ class _Assembly:
             )
 
     def _group(self, line: GroupLine) -> None:
-        group = Group(id=str(line.id), line=line, status=line.status)
+        id_ = self._writers.name(line.writer, line.id)
+        group = Group(id=id_, line=line, status=line.status)
         self._see(group.ended)
         self._run.groups.append(group)
-        self._known[group.id] = group
+        self._known[line.writer, line.id] = group
         by_key = self._by_key
         for response in line.responses:
             for key in response.keys:
                 first = by_key.setdefault(key, group)
                 if first is not group:
                     self._again.setdefault(key, [first]).append(group)
-        self._run.running.append((group.ended, -1))
+        self._count(group.ended, -1, line.writer)
+
+    def _count(self, time: float, change: int, writer: str) -> None:
+        """More groups run, or fewer."""
+        self._run.running.append((time, change))
+        self._writers.see(writer, time, change)
 
     def _see(self, time: float) -> None:
         run = self._run
@@ -201,44 +257,45 @@ class _Assembly:
         if kind != "start":
             # Before a run does something, servers are started, which takes minutes.
             self._see(time)
+            self._writers.see(event["writer"], time)
         handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
             handle(event, time)
 
     def _on_began(self, event: Mapping[str, Any], time: float) -> None:
-        self._run.running.append((time, 1))
+        self._count(time, 1, event["writer"])
 
     def _on_failed(self, event: Mapping[str, Any], time: float) -> None:
-        self._run.running.append((time, -1))
+        self._count(time, -1, event["writer"])
         self._run.failures.append(str(event["error"]))
 
     def _on_stale(self, event: Mapping[str, Any], time: float) -> None:
-        group = self._known.get(str(event["id"]))
+        group = self._known.get((event["writer"], event["id"]))
         if group is not None:
             group.status = "stale"
 
     def _on_batch(self, event: Mapping[str, Any], time: float) -> None:
+        # Each collector numbers its batches from 1.
+        number = self._batch = max(int(event["number"]), self._batch + 1)
         self._run.batches.append(event)
         for each in event["ids"]:
-            group = self._known.get(str(each))
+            group = self._known.get((event["writer"], each))
             if group is None:
                 continue
-            group.batch, group.status = int(event["number"]), "taken"
+            group.batch, group.status = number, "taken"
             oldest = [each.versions[0] for each in group.responses if each.versions]
             if oldest:
                 group.age = max(int(event["version"]) - min(oldest), 0)
 
     def _on_trained(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            group = self._newest(row["key"], time)
-            if group is not None:
+            for group in self._newest(row["key"], time):
                 group.status = "trained"
                 self._learn(group, row, event)
 
     def _on_scored(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            group = self._newest(row["key"], time)
-            if group is not None:
+            for group in self._newest(row["key"], time):
                 self._learn(group, row, event)
 
     def _learn(
@@ -252,13 +309,18 @@ class _Assembly:
             group.gaps[key] = gap
             group.scores[key] = event.get("scores")
 
-    def _newest(self, key: str, time: float) -> Group | None:
-        """Returns the newest group with a row that was complete at a time."""
+    def _newest(self, key: str, time: float) -> Sequence[Group]:
+        """Returns the newest group with a row that was complete at a time.
+
+        Groups of a batch may have the same prompt and tokens; they are all meant.
+        """
         if key in self._again:
             found = [group for group in self._again[key] if group.ended <= time]
-            return found[-1] if found else None
+            last = max([each.batch or 0 for each in found], default=0)
+            # What waits to be taken is not meant.
+            return [each for each in found if each.batch == last] or found[-1:]
         group = self._by_key.get(key)
-        return group if group is not None and group.ended <= time else None
+        return [group] if group is not None and group.ended <= time else []
 
     def _on_phase(self, event: Mapping[str, Any], time: float) -> None:
         began, ended = event["span"]
@@ -287,6 +349,11 @@ class _Assembly:
 
     def _on_step(self, event: Mapping[str, Any], time: float) -> None:
         """A run goes on after a step: what a killed one did later is done again."""
+        if self._run.batches:
+            self._run.notes.append(
+                f"The run went on after step {int(event['step'])}: batches that it "
+                f"had taken later are shown, too."
+            )
         for of_steps in self._run.metrics.values():
             for later in [each for each in of_steps if each > event["step"]]:
                 del of_steps[later]
