@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import Bounds, pack, write_manifest
 from torchrl_sglang.recording.poll import ServerPoll
@@ -95,11 +93,12 @@ class RunRecorder:
             prompts=check_flag("prompts", prompts),
             responses=check_flag("responses", responses),
         )
-        self.folder = Path(folder)
+        # Whoever changes the working directory later means the same folder.
+        self.folder = Path(folder).absolute()
         """Folder of the recording."""
         seconds = check_seconds("poll_seconds", poll_seconds)
         self._arguments: dict[str, Any] = {
-            "folder": str(folder),
+            "folder": str(self.folder),
             "prompts": prompts,
             "responses": responses,
             "sample": sample,
@@ -160,13 +159,27 @@ class RunRecorder:
         self.event("phase", name=str(name), span=[began, ended])
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Records metrics of a step: numbers, or tensors of one."""
+        """Records metrics of a step: numbers, or tensors of one.
+
+        What is none is left out and counted, with one warning.
+        """
+        values: dict[str, Any] = {}
+        with self._forgiving("metrics"):
+            number = None if step is None else int(step)
+            for name, value in metrics.items():
+                with self._forgiving(f"metric {name!r}"):
+                    values[str(name)] = _number(value)
+            if values:
+                self.event("metrics", step=number, values=values)
+
+    @contextmanager
+    def _forgiving(self, what: str) -> Iterator[None]:
+        """Counts an error of the block instead of raising it: a run never fails."""
         try:
-            values = {str(name): _number(value) for name, value in metrics.items()}
-        except Exception as error:  # noqa: BLE001 - A run never fails for its record.
-            torchrl_logger.warning(f"Metrics were not recorded: {error!r}.")
-            return
-        self.event("metrics", step=step, values=values)
+            yield
+        except Exception as error:  # noqa: BLE001 - Its record is all that fails.
+            reason = f"{what} cannot be recorded, {type(error).__name__}: {error}"
+            self._writer.lose("metric", reason)
 
     def trained(self, batch: Any, *, step: int | None = None) -> None:
         """Records that the responses of a batch were trained on, with advantages.
@@ -187,7 +200,8 @@ class RunRecorder:
                 on the left; NaN where they are not known.
         """
         if parts:
-            self._writer.put(partial(_write_scored, parts, time.time()))
+            cost = 1 + sum(known.numel() for _, known in parts)
+            self._writer.put(partial(_write_scored, parts, time.time()), cost)
 
     def watch(self, engine: Any) -> None:
         """Records what the servers of an engine do, until :meth:`close`."""

@@ -171,7 +171,7 @@ class Writers:
         """Returns the end of groups that ran when their writer ended before others."""
         newest = max((last for _, last in self._spans.values()), default=0.0)
         return [
-            (last, -self._running[writer])
+            (math.nextafter(last, math.inf), -self._running[writer])
             for writer, (_, last) in self._spans.items()
             if last < newest and self._running[writer] > 0
         ]

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,30 @@ def test_texts_can_be_left_out(tmp_path):
     assert turn[0]["count"] == len(unpack(turn[0]["log_probs"], "f4"))
 
 
+@pytest.mark.parametrize("prompts", [True, False])
+@pytest.mark.parametrize("responses", [True, False])
+def test_each_text_is_where_it_was_asked_for_alone(tmp_path, prompts, responses):
+    """Also an example in the prompt, and what a policy wrote in an earlier turn."""
+    call = {"function": {"name": "add", "arguments": {"of": "SAID-call"}}}
+    said = {"role": "assistant", "content": "SAID-now", "tool_calls": [call]}
+    earlier = {"role": "assistant", "content": "BOTH", "reasoning_content": "BOTH"}
+    told = [{"role": "user", "content": "READ-question", "name": "READ-me"}, earlier]
+    with RunRecorder(tmp_path, prompts=prompts, responses=responses) as recorder:
+        made = group_of(recorder)
+        turn = replace(made.responses[0].turns[0], messages=told, reply=said)
+        after = [{"role": "tool", "content": "READ-after"}, earlier]
+        response = replace(made.responses[0], turns=[turn], after=after)
+        group = replace(made, name="READ-session", responses=[response])
+        recorder.group(lambda: group, Words(), 1)
+    content = "".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
+    found = {word for word in ("READ", "SAID", "BOTH") if word in content}
+    assert found == {
+        *(["READ"] if prompts else []),
+        *(["SAID"] if responses else []),
+        *(["BOTH"] if prompts and responses else []),
+    }
+
+
 @pytest.mark.parametrize(("sample", "count"), [(1.0, 20), (0.25, 5), (0.0, 0)])
 def test_of_a_sample_the_numbers_of_all_are_there(tmp_path, sample, count):
     with RunRecorder(tmp_path, sample=sample) as recorder:
@@ -129,16 +154,42 @@ def test_what_cannot_be_written_costs_one_warning(tmp_path, torchrl_warnings):
     for _ in range(3):
         recorder.group(fails, Words(), 1)
         recorder.event("odd", value=Awkward())
-        recorder.log({"odd": Awkward()})
-    recorder.log({"loss": torch.tensor(0.5)}, step=1)
+        recorder.log({"odd": torch.ones(2)}, step=1)
+    recorder.log({"odd": Awkward(), "loss": torch.tensor(0.5)}, step=np.int64(1))
+    recorder.log({"loss": 1.0}, step="first")
+    recorder.log(None)
     recorder.close()
-    assert recorder.lost == 6
+    assert recorder.lost == 12
     told = [text for text in torchrl_warnings if "not complete" in text]
-    assert len(told) == 1
-    assert "a mistake" in told[0]
+    assert len(told) == 2
+    assert "metric 'odd' cannot be recorded" in told[0] + told[1]
+    assert "a mistake" in told[0] + told[1]
     (metrics,) = events(tmp_path, "metrics")
-    assert metrics["values"] == {"loss": 0.5}
-    assert events(tmp_path, "lost")[-1]["records"] == 6
+    assert (metrics["step"], metrics["values"]) == (1, {"loss": 0.5})
+    assert events(tmp_path, "lost")[-1]["records"] == 12
+
+
+def test_what_comes_after_the_end_costs_a_warning(tmp_path, torchrl_warnings):
+    with RunRecorder(tmp_path) as recorder:
+        pass
+    recorder.close()
+    recorder.log({"loss": 1.0}, step=1)
+    recorder.log({"loss": 1.0}, step=2)
+    assert recorder.lost == 2
+    (told,) = torchrl_warnings
+    assert "it was closed before the run had ended" in told
+
+
+def test_a_recorder_keeps_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunRecorder("run") as recorder:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        recorder.log({"a": 1.0})
+        with pickle.loads(pickle.dumps(recorder)) as copied:
+            copied.log({"b": 1.0})
+    assert len(events(tmp_path / "run", "metrics")) == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_full_disk_costs_one_warning(tmp_path, torchrl_warnings):
