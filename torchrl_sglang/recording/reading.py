@@ -239,8 +239,14 @@ def open_all(folders: list[Any]) -> list[Recording]:
     """Opens several recordings.
 
     Raises:
-        ConfigurationError: if there is none, or one of them cannot be opened.
+        ConfigurationError: if there is none, one of them cannot be opened, or two are
+            the same.
     """
     if not folders:
         raise ConfigurationError("Give the folder of a run.")
-    return [Recording.open(each) for each in folders]
+    found = [Recording.open(each) for each in folders]
+    if len({each.folder.resolve() for each in found}) < len(found):
+        raise ConfigurationError(
+            f"{str(folders[0])!r} was given twice; give the folders of two runs."
+        )
+    return found

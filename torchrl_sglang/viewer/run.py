@@ -16,7 +16,7 @@ from torchrl_sglang.recording.reading import Recording, uncollected
 LIVE_SECONDS = 15.0
 """A run that has recorded nothing for so long has ended, or was killed."""
 
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a line raises that is not as it should be: somebody has changed it."""
 
 
@@ -204,7 +204,10 @@ class _Assembly:
         malformed = recording.malformed
         self._writers = Writers(recording.writers)
         for line in recording.groups:
-            self._group(line)
+            if all(map(math.isfinite, line.time)):
+                self._group(line)
+            else:
+                malformed += 1
         self._run.groups.sort(key=lambda group: group.ended)
         events = sorted(recording.events, key=_time_of)
         for event in events:
@@ -253,7 +256,9 @@ class _Assembly:
         run.ended = max(run.ended, time)
 
     def _event(self, event: Mapping[str, Any]) -> None:
-        kind, time = event["kind"], float(event["time"])
+        kind, time = event["kind"], _time_of(event)
+        if not time:
+            raise ValueError("It has no time.")
         if kind != "start":
             # Before a run does something, servers are started, which takes minutes.
             self._see(time)
@@ -323,14 +328,23 @@ class _Assembly:
         return [group] if group is not None and group.ended <= time else []
 
     def _on_phase(self, event: Mapping[str, Any], time: float) -> None:
-        began, ended = event["span"]
-        self._see(float(began))
+        began, ended = map(number, event["span"])
+        if began is None or ended is None:
+            raise ValueError("It has no times.")
+        self._see(began)
         name = str(event["name"])
-        self._run.phases.append(Bar(name=name, began=float(began), ended=float(ended)))
+        self._run.phases.append(Bar(name=name, began=began, ended=ended))
 
     def _on_update(self, event: Mapping[str, Any], time: float) -> None:
-        float(event.get("seconds", 0.0))
-        self._run.updates.append(event)
+        phases = event.get("phases") or {}
+        known = {
+            "version": int(event["version"]),
+            "seconds": float(event.get("seconds", 0.0)),
+            "bytes": int(event.get("bytes") or 0),
+            "transport": str(event.get("transport", "")),
+            "phases": {name: float(seconds) for name, seconds in phases.items()},
+        }
+        self._run.updates.append({**event, **known, "time": time})
 
     def _on_engine(self, event: Mapping[str, Any], time: float) -> None:
         _ = [server["url"] for server in event["servers"]]
@@ -366,6 +380,7 @@ class _Assembly:
 
 
 def _time_of(event: Mapping[str, Any]) -> float:
+    """Returns the time of an event, which is 0 if somebody has changed it."""
     return number(event.get("time")) or 0.0
 
 

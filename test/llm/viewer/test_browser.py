@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -250,8 +251,6 @@ def test_text_has_contrast_and_fits(page, file, width, dark):
 def served(tmp_path):
     run = Recorded(tmp_path / "live")
     # A run that goes on now.
-    import time
-
     run.time = time.time() - 5.0
     run.step()
     viewer = Viewer([Recording.open(run.folder)])
@@ -288,10 +287,32 @@ def test_a_live_run_is_followed(page, served):
     assert page.eval(fact) == "1"
     page.eval("document.querySelector('#table tbody tr').click()")
     page.wait("document.querySelector('.strip')")
+    summary = "document.querySelector('[data-curve=length] summary')"
+    page.eval(f"{summary}.focus(); {summary}.click()")
+    rows = "document.querySelectorAll('[data-curve=length] .numbers tbody tr').length"
+    page.wait(f"{rows} === 1")
     run.step()
-    run.close()
+    run.files.flush()
     page.wait(f"{fact} === '2'")
     assert page.eval("document.querySelector('.strip') !== null")
+    # What was opened stays open, and has the focus.
+    page.wait(f"{rows} === 2")
+    assert page.eval(f"document.activeElement === {summary}")
+    assert page.errors == []
+
+
+def test_a_run_that_goes_on_after_a_while_is_followed(page, served):
+    run, url = served
+    page.look()
+    page.errors.clear()
+    page.open(url)
+    page.wait("document.querySelector('#live').textContent === ''")
+    # Another recorder writes to the folder.
+    later = Recorded(run.folder, writer="later")
+    later.time = time.time() - 5.0
+    later.step()
+    later.close()
+    page.wait("document.querySelector('#live').textContent === 'running'")
     assert page.errors == []
 
 
