@@ -104,8 +104,11 @@ def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
             "responses": bounds.responses,
         }
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(
             f"{str(folder)!r} cannot hold a recording: {error}. Give another folder."

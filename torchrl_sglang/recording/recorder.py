@@ -271,6 +271,7 @@ class _TokenStrips:
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._known: set[int] = set()
+        self._file = ""
 
     def write(
         self, make: Callable[[], GroupRecord], tokenizer: Any, files: Files
@@ -289,15 +290,25 @@ class _TokenStrips:
     def _write_vocabulary(
         self, group: GroupRecord, tokenizer: Any, files: Files
     ) -> None:
-        new: set[int] = set()
+        used: set[int] = set()
         for response in group.responses:
             for turn in response.turns:
-                new.update(turn.completion.token_ids)
-        new -= self._known
-        if new:
-            pieces = {str(token): tokenizer.decode([token]) for token in sorted(new)}
-            files.append("vocabulary", {"pieces": pieces})
-            self._known |= new
+                used.update(turn.completion.token_ids)
+        if not used - self._known:
+            return
+        file = _write_pieces(used - self._known, tokenizer, files)
+        if file != self._file:
+            # Earlier files make room, or were not written: a new one has all again.
+            again, self._known, self._file = used & self._known, set(), file
+            if again:
+                _write_pieces(again, tokenizer, files)
+        self._known |= used
+
+
+def _write_pieces(tokens: set[int], tokenizer: Any, files: Files) -> str:
+    """Writes the texts of tokens, and returns the name of their file."""
+    pieces = {str(token): tokenizer.decode([token]) for token in sorted(tokens)}
+    return files.append("vocabulary", {"pieces": pieces}).file
 
 
 def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -74,6 +75,9 @@ class LineStream:
             except OSError:
                 self.close()
                 raise
+            if not os.fstat(self._file.fileno()).st_nlink:
+                # It made room for a file of another process.
+                self.close()
 
     def close(self) -> None:
         """Closes the file."""

@@ -22,6 +22,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import unpack
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.recording.records import row_key
+from torchrl_sglang.recording.streams import LineStream
 from torchrl_sglang.recording.writer import MOST_QUEUED
 
 
@@ -134,6 +135,36 @@ def test_a_folder_stays_within_its_bound_and_says_so(tmp_path):
     groups = Recording.open(tmp_path).groups
     assert Recording.open(tmp_path).read_texts(groups[0].texts) is None
     assert Recording.open(tmp_path).read_texts(groups[-1].texts) is not None
+
+
+def test_texts_of_tokens_outlast_files_that_make_room(tmp_path):
+    """Common tokens are written first, and their file is the first that goes."""
+    with RunRecorder(tmp_path, max_bytes=1_000_000) as recorder:
+        for number in range(400):
+            made = group_of(recorder)
+            first = made.responses[0].turns[0]
+            ids = [1, 2, *range(100 + 50 * number, 150 + 50 * number)]
+            done = replace(first.completion, token_ids=ids, log_probs=[-1.0] * len(ids))
+            turn = replace(first, completion=done)
+            group = replace(made, responses=[replace(made.responses[0], turns=[turn])])
+            recorder.group(lambda group=group: group, Words(), 1)
+    dropped = [name for event in events(tmp_path, "dropped") for name in event["files"]]
+    assert any(name.startswith("vocabulary") for name in dropped)
+    pieces = Recording.open(tmp_path).pieces
+    assert 100 not in pieces
+    assert all(pieces.get(token) == f"<{token}>" for token in ids)
+
+
+def test_a_file_that_another_process_removed_is_begun_again(tmp_path):
+    stream = LineStream(folder=tmp_path, name="events", writer="one", most_bytes=8000)
+    stream.append(b"1\n")
+    stream.flush()
+    (tmp_path / "events-one-00000.jsonl").unlink()
+    stream.append(b"2\n")
+    stream.flush()
+    stream.append(b"3\n")
+    stream.close()
+    assert (tmp_path / "events-one-00001.jsonl").read_bytes() == b"3\n"
 
 
 class Awkward:
