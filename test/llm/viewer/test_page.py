@@ -20,7 +20,7 @@ from torchrl_sglang.viewer.page import (
     read_runs,
     self_contained,
 )
-from torchrl_sglang.viewer.run import Bar
+from torchrl_sglang.viewer.run import Bar, RunData
 from torchrl_sglang.viewer.timeline import in_flight, lanes, override, thin
 
 STEPS = 12
@@ -171,6 +171,21 @@ def test_groups_in_flight_are_those_that_run(written):
     for now, count in found:
         runs = [group for group in written.written if group.began <= now < group.ended]
         assert count == len(runs)
+
+
+def test_many_groups_in_flight_keep_peaks_and_ends():
+    run = RunData(name="run", folder="run")
+    for burst in range(1000):
+        run.running += [(burst + 0.01 * place, 1) for place in range(16)]
+        run.running += [(burst + 0.5 + 0.01 * place, -1) for place in range(16)]
+    shown = in_flight(run)
+    assert len(shown) <= 600
+    assert {count for _, count in shown} >= {0, 16}
+    # All that ran was over before the next burst.
+    assert [count for time, count in shown if time % 1 > 0.645] == [0] * sum(
+        time % 1 > 0.645 for time, _ in shown
+    )
+    assert shown[-1][1] == 0
 
 
 def test_an_update_takes_the_place_of_what_was_polled():
