@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ import msgspec
 
 from torchrl_sglang.recording.lines import GroupLine, ResponseLine, number
 from torchrl_sglang.recording.reading import Recording, uncollected
+from torchrl_sglang.viewer.writers import Writers, in_order, time_of
 
 LIVE_SECONDS = 15.0
 """A run that has recorded nothing for so long has ended, or was killed."""
@@ -144,48 +144,6 @@ def _notes(recording: Recording) -> list[str]:
     return notes
 
 
-class Writers:
-    """Recorders of one folder: they number groups alike, and some were killed.
-
-    Args:
-        names: in the order in which they began.
-    """
-
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        self._places = {name: place for place, name in enumerate(names, 1)}
-        self._spans: dict[str, tuple[float, float]] = {}
-        self._running: Counter[str] = Counter()
-
-    def name(self, writer: str, id_: int | str) -> str:
-        """Returns what a group is called: ``"7"``, or ``"7.2"`` of another writer."""
-        place = self._places.get(writer, 1)
-        return str(id_) if place == 1 else f"{id_}.{place}"
-
-    def see(self, writer: str, time: float, change: int = 0) -> None:
-        """A writer wrote something, or more or fewer of its groups run."""
-        first, last = self._spans.get(writer, (time, time))
-        self._spans[writer] = (min(first, time), max(last, time))
-        self._running[writer] += change
-
-    def unfinished(self) -> list[tuple[float, int]]:
-        """Returns the end of groups that ran when their writer ended before others."""
-        newest = max((last for _, last in self._spans.values()), default=0.0)
-        return [
-            (math.nextafter(last, math.inf), -self._running[writer])
-            for writer, (_, last) in self._spans.items()
-            if last < newest and self._running[writer] > 0
-        ]
-
-    def resumed(self) -> float:
-        """Returns when a writer last began after all others had ended."""
-        found = ended = -math.inf
-        for first, last in sorted(self._spans.values()):
-            if -math.inf < ended < first:
-                found = first
-            ended = max(ended, last)
-        return found
-
-
 class _Assembly:
     """Puts the lines of a recording together."""
 
@@ -209,8 +167,7 @@ class _Assembly:
             else:
                 malformed += 1
         self._run.groups.sort(key=lambda group: group.ended)
-        events = sorted(recording.events, key=_time_of)
-        for event in events:
+        for event in in_order(recording.events):
             try:
                 self._event(event)
             except MALFORMED:
@@ -256,7 +213,7 @@ class _Assembly:
         run.ended = max(run.ended, time)
 
     def _event(self, event: Mapping[str, Any]) -> None:
-        kind, time = event["kind"], _time_of(event)
+        kind, time = event["kind"], time_of(event)
         if not time:
             raise ValueError("It has no time.")
         if kind != "start":
@@ -325,7 +282,7 @@ class _Assembly:
             # What waits to be taken is not meant.
             return [each for each in found if each.batch == last] or found[-1:]
         group = self._by_key.get(key)
-        return [group] if group is not None and group.ended <= time else []
+        return [] if group is None else [group]
 
     def _on_phase(self, event: Mapping[str, Any], time: float) -> None:
         began, ended = map(number, event["span"])
@@ -377,11 +334,6 @@ class _Assembly:
 
     def _on_dropped(self, event: Mapping[str, Any], time: float) -> None:
         self._dropped += len(event["files"])
-
-
-def _time_of(event: Mapping[str, Any]) -> float:
-    """Returns the time of an event, which is 0 if somebody has changed it."""
-    return number(event.get("time")) or 0.0
 
 
 def find_group(groups: Iterable[Group], id_: str) -> Group | None:

@@ -20,7 +20,7 @@ from torchrl_sglang.recording.reading import (
     Recording,
 )
 from torchrl_sglang.recording.records import summary_of
-from torchrl_sglang.viewer.page import read_runs
+from torchrl_sglang.viewer.page import as_script, page_data, read_runs
 from torchrl_sglang.viewer.timeline import in_flight
 
 
@@ -247,6 +247,21 @@ def test_a_run_that_goes_on_has_the_groups_of_both_parts(tmp_path):
     assert in_flight(run)[-1][1] == 1
     assert run.resumed == BEGAN + 1000
     assert any("went on after step 2" in note for note in run.notes)
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path):
+    run = Recorded(tmp_path)
+    for hour in (0, -1, 2):
+        run.time += 3600 * hour
+        run.step()
+    run.close()
+    (read,) = read_runs([Recording.open(tmp_path)])
+    assert [group.status for group in read.groups] == ["trained"] * 12
+    found = {group.id: group.batch for group in read.groups}
+    assert found == {
+        str(group.id): place // 4 + 1 for place, group in enumerate(run.written)
+    }
+    assert len(json.loads(as_script(page_data([read], now=0.0)))["curves"]) > 5
 
 
 def test_groups_with_the_same_tokens_are_told_apart_by_their_batch(tmp_path):
