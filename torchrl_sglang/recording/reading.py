@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from msgspec.structs import replace
+from msgspec.structs import force_setattr
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import (
@@ -129,9 +129,8 @@ class Recording:
 
     @property
     def writers(self) -> list[str]:
-        """Names of the writers of groups, in the order in which they began."""
-        names = {writer_of(n) for n in self._tails if n.startswith("groups-")}
-        return sorted(names)
+        """Names of its writers, in the order in which they began."""
+        return sorted({writer_of(name) for name in self._tails})
 
     @property
     def unfinished(self) -> list[str]:
@@ -174,7 +173,10 @@ class Recording:
         return bool(found)
 
     def _add_groups(self, found: list[GroupLine | None], writer: str) -> bool:
-        groups = [replace(line, writer=writer) for line in found if line is not None]
+        groups = [line for line in found if line is not None]
+        for line in groups:
+            # Nobody else has it yet.
+            force_setattr(line, "writer", writer)
         self.groups += groups
         self.malformed += len(found) - len(groups)
         return bool(found)

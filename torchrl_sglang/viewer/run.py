@@ -149,7 +149,7 @@ class _Assembly:
 
     def __init__(self, run: RunData) -> None:
         self._run = run
-        self._writers = Writers()
+        self._writers: Writers | None = None
         self._known: dict[tuple[str, int | str], Group] = {}
         self._by_key: dict[str, Group] = {}
         self._again: dict[str, list[Group]] = {}
@@ -160,20 +160,24 @@ class _Assembly:
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
         malformed = recording.malformed
-        self._writers = Writers(recording.writers)
+        if len(recording.writers) > 1:
+            names = sorted({line.writer for line in recording.groups})
+            self._writers = Writers(names)
         for line in recording.groups:
             if all(map(math.isfinite, line.time)):
                 self._group(line)
             else:
                 malformed += 1
         self._run.groups.sort(key=lambda group: group.ended)
-        for event in in_order(recording.events):
+        events = recording.events
+        for event in events if self._writers is None else in_order(events):
             try:
                 self._event(event)
             except MALFORMED:
                 malformed += 1
-        self._run.running += self._writers.unfinished()
-        self._run.resumed = self._writers.resumed()
+        if self._writers is not None:
+            self._run.running += self._writers.unfinished()
+            self._run.resumed = self._writers.resumed()
         self._say(malformed)
 
     def _say(self, malformed: int) -> None:
@@ -189,7 +193,8 @@ class _Assembly:
             )
 
     def _group(self, line: GroupLine) -> None:
-        id_ = self._writers.name(line.writer, line.id)
+        writers = self._writers
+        id_ = writers.name(line.writer, line.id) if writers else str(line.id)
         group = Group(id=id_, line=line, status=line.status)
         self._see(group.ended)
         self._run.groups.append(group)
@@ -205,7 +210,8 @@ class _Assembly:
     def _count(self, time: float, change: int, writer: str) -> None:
         """More groups run, or fewer."""
         self._run.running.append((time, change))
-        self._writers.see(writer, time, change)
+        if self._writers is not None:
+            self._writers.see(writer, time, change)
 
     def _see(self, time: float) -> None:
         run = self._run
@@ -219,7 +225,8 @@ class _Assembly:
         if kind != "start":
             # Before a run does something, servers are started, which takes minutes.
             self._see(time)
-            self._writers.see(event["writer"], time)
+            if self._writers is not None:
+                self._writers.see(event["writer"], time)
         handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
             handle(event, time)

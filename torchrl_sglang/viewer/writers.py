@@ -14,7 +14,7 @@ class Writers:
     """Recorders of one folder: they number groups alike, and some were killed.
 
     Args:
-        names: in the order in which they began.
+        names: of those that wrote groups, in the order in which they began.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
