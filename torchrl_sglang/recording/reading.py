@@ -28,6 +28,10 @@ MOST_BYTES = {"events": 100_000_000, "groups": 200_000_000, "vocabulary": 50_000
 MOST_OF_LINE = 16_000_000
 """Bytes of the longest line that is read."""
 
+MOST_OF_TEXTS = 500_000_000
+"""Bytes of the longest line of texts: a group of sixteen responses of a million tokens
+has half of it."""
+
 BLOCK = 4_000_000
 """Bytes that are read at once."""
 
@@ -216,7 +220,7 @@ class Recording:
         """
         try:
             name, offset, length = place
-            if Path(name).name != name or not 0 < length <= MOST_OF_LINE:
+            if Path(name).name != name or not 0 < length <= MOST_OF_TEXTS:
                 return None
             with (self.folder / name).open("rb") as file:
                 file.seek(offset)

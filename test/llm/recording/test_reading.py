@@ -16,6 +16,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.reading import (
     BLOCK,
     MOST_OF_LINE,
+    MOST_OF_TEXTS,
     MOST_TOLD,
     Recording,
 )
@@ -120,7 +121,7 @@ def test_texts_of_another_place_are_none(folder):
         ["../" + name, offset, length],
         ["/etc/passwd", 0, 10],
         [name, offset + 1, length],
-        [name, offset, MOST_OF_LINE + 1],
+        [name, offset, MOST_OF_TEXTS + 1],
         None,
         ["x"],
     ):

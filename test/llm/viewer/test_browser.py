@@ -14,7 +14,7 @@ import pytest
 from helpers.browser import open_browser
 from helpers.recorded_runs import BEGAN, Recorded, write_run
 
-from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
 from torchrl_sglang.viewer.page import page_html, self_contained
 from torchrl_sglang.viewer.serve import Viewer, serve
 
@@ -171,6 +171,29 @@ def test_a_response_is_reached_and_read_by_keyboard_alone(opened, written):
     assert told.startswith(f"token 2 of {len(done.token_ids)}")
     assert f"id {done.token_ids[1]}" in told
     assert f"{done.log_probs[1]:.2f}"[:4] in told
+
+
+def test_of_a_very_long_response_both_ends_are_shown(page, tmp_path):
+    run = Recorded(tmp_path / "long", size=1, groups=1)
+    run.step(tokens=1_500_000)
+    run.close()
+    recording = Recording.open(run.folder)
+    assert recording.groups[0].texts[2] > MOST_OF_LINE
+    path = tmp_path / "long.html"
+    path.write_text(self_contained([recording], now=BEGAN + 1e6), encoding="utf-8")
+    page.look()
+    page.errors.clear()
+    page.open(path.as_uri())
+    page.eval("document.querySelector('#table tbody tr').click()")
+    page.wait("document.querySelector('.strip')")
+    assert page.eval("document.querySelectorAll('.strip span').length") == 20_000
+    page.eval("document.querySelector('.strip').focus()")
+    page.press("End")
+    told = page.eval("document.querySelector('.about').textContent")
+    assert told.startswith("token 1500000 of 1500000;")
+    notes = page.eval("document.querySelector('.response').textContent")
+    assert "1,480,000 tokens in the middle are not shown" in notes
+    assert page.errors == []
 
 
 def test_tokens_are_coloured_by_what_is_chosen(opened):

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const POLL_MS = 2000, QUIET_POLL_MS = 5000, PAGE = 50;
+  const POLL_MS = 2000, QUIET_POLL_MS = 5000, MOST_TOKENS = 20000, PAGE = 50;
   const $ = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   // A page that a viewer serves has none in it, and asks for it.
@@ -368,14 +368,17 @@
   function strip(turn) {
     const about = make("p", { class: "about", role: "status" });
     const pieces = turn.pieces.length ? turn.pieces : Array.from({ length: turn.count }, () => "\u25a1");
-    const spans = pieces.map((piece, place) => make("span", { class: classOf(turn, place, state.colour), "data-place": place },
-      piece.replaceAll("\n", "\u21b5\n")));
+    // A browser takes long for more.
+    const cut = pieces.length > MOST_TOKENS ? pieces.length - MOST_TOKENS : 0, half = MOST_TOKENS / 2;
+    const places = Array.from({ length: pieces.length - cut }, (_, place) => place < half || !cut ? place : place + cut);
+    const spans = places.map((place, at) => make("span", { class: classOf(turn, place, state.colour), "data-place": at },
+      (cut && at === half ? "\n...\n" : "") + pieces[place].replaceAll("\n", "\u21b5\n")));
     let here = -1;
     const go = (place) => {
       spans[here]?.classList.remove("here");
       here = Math.max(0, Math.min(place, spans.length - 1));
       spans[here].classList.add("here");
-      about.textContent = describe(turn, pieces, here);
+      about.textContent = describe(turn, pieces, places[here]);
     };
     const box = make("div", { class: "strip", tabindex: "0", role: "application",
       "aria-label": "Tokens of the response; arrow keys tell of each",
@@ -387,7 +390,7 @@
         if (event.key === "End") { event.preventDefault(); go(spans.length - 1); }
         spans[here]?.scrollIntoView({ block: "nearest" });
       } }, ...spans);
-    return [box, about];
+    return [box, about, cut ? make("p", { class: "note" }, `${cut.toLocaleString("en")} tokens in the middle are not shown.`) : null];
   }
 
   function describe(turn, pieces, place) {
