@@ -123,6 +123,13 @@ def advise(found: Figures | None) -> str:
         ("training", "waiting", "sending", "saving"),
         key=lambda name: getattr(found, name),
     )
+    known = found.training + found.waiting + found.sending + found.saving
+    if 1 - known > getattr(found, largest):
+        return (
+            f"What bounds the run is not known: {1 - known:.0%} of the time is in no "
+            f"phase that has a name here, while {shares}. Put training into with "
+            f"recorder.phase('train'), and the rest into 'evaluate' and 'save'."
+        )
     if largest == "saving":
         return (
             f"Evaluation and checkpoints bound the run, {found.saving:.0%} of the "
