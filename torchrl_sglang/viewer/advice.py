@@ -119,6 +119,11 @@ def advise(found: Figures | None) -> str:
             f"for steps, tools or rewards. Make these faster or coroutines, or raise "
             f"num_threads or max_in_flight."
         )
+    return _of_phases(found, shares)
+
+
+def _of_phases(found: Figures, shares: str) -> str:
+    """Says what phase of the trainer takes the most of its time, if one does."""
     largest = max(
         ("training", "waiting", "sending", "saving"),
         key=lambda name: getattr(found, name),
