@@ -87,12 +87,14 @@ class Recorded:
         size: responses of a group.
         groups: of a batch.
         seed: of rewards, lengths and tokens.
+        texts: whether conversations are written.
+        writer: name of the recorder.
     """
 
-    def __init__(self, folder, *, size=4, groups=4, seed=0, texts=True):
+    def __init__(self, folder, *, size=4, groups=4, seed=0, texts=True, writer="test"):
         write_manifest(folder, BOUNDS, torchrl_sglang.__version__)
         self.folder = Path(folder)
-        self.files = Files(self.folder, "test", BOUNDS.max_bytes)
+        self.files = Files(self.folder, writer, BOUNDS.max_bytes)
         self.size, self.per_batch, self.texts = size, groups, texts
         self.rng = random.Random(seed)
         self.time = BEGAN

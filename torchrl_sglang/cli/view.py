@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+import threading
 import time
 import webbrowser
 from pathlib import Path
@@ -79,7 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(url, flush=True)
         print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
         if not arguments.no_browser:
-            webbrowser.open(url)
+            # One that shows pages in this terminal returns when it is closed.
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
 
     try:
         asyncio.run(serve(Viewer(recordings), arguments.port, ready=ready))
@@ -104,4 +107,5 @@ def write(path: Path, text: str) -> None:
         raise ConfigurationError(
             f"{str(path)!r} cannot be written: {error}."
         ) from error
-    print(f"{path} ({len(text) / 1e6:.1f} MB)")
+    name = os.fsencode(path).decode("utf-8", "replace")
+    print(f"{name} ({len(text.encode()) / 1e6:.1f} MB)")

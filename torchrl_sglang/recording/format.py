@@ -22,6 +22,7 @@ import json
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,29 @@ class Bounds:
     """Whether the texts and tokens that it writes are recorded."""
 
 
+def files_of(folder: Path, stream: str) -> list[tuple[Path, int]]:
+    """Returns the files of a stream and their sizes, those written last at the end.
+
+    Another process may remove one meanwhile.
+    """
+    found = []
+    for path in folder.glob(f"{stream}-*.jsonl"):
+        with suppress(FileNotFoundError):
+            state = path.stat()
+            found.append((state.st_mtime_ns, path.name, path, state.st_size))
+    return [(path, size) for _, _, path, size in sorted(found)]
+
+
+def writer_of(name: str) -> str:
+    """Returns the writer of a file, by its name.
+
+    Examples:
+        >>> writer_of("events-1a218c1a40bf80f-00000.jsonl")
+        '1a218c1a40bf80f'
+    """
+    return name.partition("-")[2].rpartition("-")[0]
+
+
 def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
     """Makes a folder a recording; one that is one already goes on.
 
@@ -81,8 +105,11 @@ def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
             "responses": bounds.responses,
         }
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigurationError(
             f"{str(folder)!r} cannot hold a recording: {error}. Give another folder."

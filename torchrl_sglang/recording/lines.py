@@ -65,6 +65,8 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The beginning of the prompt."""
     texts: Any = None
     """File, offset and length of its conversations; ``None``: not recorded."""
+    writer: str = ""
+    """The writer of its file: each numbers its groups from 1."""
 
 
 _GROUP = msgspec.json.Decoder(GroupLine)

@@ -95,6 +95,8 @@ class ServerPoll:
             with self._lock:
                 self._watched = [each for each in self._watched if each[1] is not read]
             return
+        if self._ended.is_set():
+            return
         record = {"kind": kind, "time": time.time(), **found}
 
         def write(files: Files) -> None:

@@ -9,8 +9,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import force_setattr
+
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.recording.format import find_recording, read_manifest
+from torchrl_sglang.recording.format import (
+    files_of,
+    find_recording,
+    read_manifest,
+    writer_of,
+)
 from torchrl_sglang.recording.lines import ERRORS, GroupLine, read_group, read_line
 
 Line = TypeVar("Line")
@@ -20,6 +27,10 @@ MOST_BYTES = {"events": 100_000_000, "groups": 200_000_000, "vocabulary": 50_000
 
 MOST_OF_LINE = 16_000_000
 """Bytes of the longest line that is read."""
+
+MOST_OF_TEXTS = 500_000_000
+"""Bytes of the longest line of texts: a group of sixteen responses of a million tokens
+has half of it."""
 
 BLOCK = 4_000_000
 """Bytes that are read at once."""
@@ -121,6 +132,11 @@ class Recording:
         return made
 
     @property
+    def writers(self) -> list[str]:
+        """Names of its writers, in the order in which they began."""
+        return sorted({writer_of(name) for name in self._tails})
+
+    @property
     def unfinished(self) -> list[str]:
         """Files whose last line is not complete."""
         return [name for name, tail in self._tails.items() if tail.rest]
@@ -141,9 +157,10 @@ class Recording:
         return changed
 
     def _read(self, stream: str, tail: _Tail) -> bool:
+        writer = writer_of(tail.path.name)
         try:
             if stream == "groups":
-                return self._add_groups(tail.read(read_group, self.damage))
+                return self._add_groups(tail.read(read_group, self.damage), writer)
             found = tail.read(read_line, self.damage)
         except FileNotFoundError:
             # It made room for a newer one.
@@ -152,13 +169,18 @@ class Recording:
             self.damage.add(f"{tail.path.name}: {error}")
             return False
         if stream == "events":
+            for event in found:
+                event["writer"] = writer
             self.events += found
         else:
             self._add_pieces(found)
         return bool(found)
 
-    def _add_groups(self, found: list[GroupLine | None]) -> bool:
+    def _add_groups(self, found: list[GroupLine | None], writer: str) -> bool:
         groups = [line for line in found if line is not None]
+        for line in groups:
+            # Nobody else has it yet.
+            force_setattr(line, "writer", writer)
         self.groups += groups
         self.malformed += len(found) - len(groups)
         return bool(found)
@@ -172,13 +194,11 @@ class Recording:
 
     def _new_files(self, stream: str, most: int) -> list[_Tail]:
         """Returns files that are not known: the newest, of so many bytes together."""
-        paths = [
-            (path.stat().st_mtime_ns, path.name, path, path.stat().st_size)
-            for path in self.folder.glob(f"{stream}-*.jsonl")
-            if path.name not in self._tails
-        ]
+        paths = files_of(self.folder, stream)
         tails, left = [], most
-        for _, _, path, size in sorted(paths, reverse=True):
+        for path, size in reversed(paths):
+            if path.name in self._tails:
+                continue
             start = max(size - left, 0)
             left -= size - start
             if start:
@@ -200,7 +220,7 @@ class Recording:
         """
         try:
             name, offset, length = place
-            if Path(name).name != name or not 0 < length <= MOST_OF_LINE:
+            if Path(name).name != name or not 0 < length <= MOST_OF_TEXTS:
                 return None
             with (self.folder / name).open("rb") as file:
                 file.seek(offset)
@@ -225,8 +245,14 @@ def open_all(folders: list[Any]) -> list[Recording]:
     """Opens several recordings.
 
     Raises:
-        ConfigurationError: if there is none, or one of them cannot be opened.
+        ConfigurationError: if there is none, one of them cannot be opened, or two are
+            the same.
     """
     if not folders:
         raise ConfigurationError("Give the folder of a run.")
-    return [Recording.open(each) for each in folders]
+    found = [Recording.open(each) for each in folders]
+    if len({each.folder.resolve() for each in found}) < len(found):
+        raise ConfigurationError(
+            f"{str(folders[0])!r} was given twice; give the folders of two runs."
+        )
+    return found

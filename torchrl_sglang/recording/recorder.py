@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import Bounds, pack, write_manifest
@@ -99,11 +98,12 @@ class RunRecorder:
             prompts=check_flag("prompts", prompts),
             responses=check_flag("responses", responses),
         )
-        self.folder = Path(folder)
+        # Whoever changes the working directory later means the same folder.
+        self.folder = Path(folder).absolute()
         """Folder of the recording."""
         seconds = check_seconds("poll_seconds", poll_seconds)
         self._arguments: dict[str, Any] = {
-            "folder": str(folder),
+            "folder": str(self.folder),
             "prompts": prompts,
             "responses": responses,
             "sample": sample,
@@ -164,13 +164,27 @@ class RunRecorder:
         self.event("phase", name=str(name), span=[began, ended])
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
-        """Records metrics of a step: numbers, or tensors of one."""
+        """Records metrics of a step: numbers, or tensors of one.
+
+        What is none is left out and counted, with one warning.
+        """
+        values: dict[str, Any] = {}
+        with self._forgiving("metrics"):
+            number = None if step is None else int(step)
+            for name, value in metrics.items():
+                with self._forgiving(f"metric {name!r}"):
+                    values[str(name)] = _number(value)
+            if values:
+                self.event("metrics", step=number, values=values)
+
+    @contextmanager
+    def _forgiving(self, what: str) -> Iterator[None]:
+        """Counts an error of the block instead of raising it: a run never fails."""
         try:
-            values = {str(name): _number(value) for name, value in metrics.items()}
-        except Exception as error:  # noqa: BLE001 - A run never fails for its record.
-            torchrl_logger.warning(f"Metrics were not recorded: {error!r}.")
-            return
-        self.event("metrics", step=step, values=values)
+            yield
+        except Exception as error:  # noqa: BLE001 - Its record is all that fails.
+            reason = f"{what} cannot be recorded, {type(error).__name__}: {error}"
+            self._writer.lose("metric", reason)
 
     def trained(self, batch: Any, *, step: int | None = None) -> None:
         """Records that the responses of a batch were trained on, with advantages.
@@ -191,7 +205,8 @@ class RunRecorder:
                 on the left; NaN where they are not known.
         """
         if parts:
-            self._writer.put(partial(_write_scored, parts, time.time()))
+            cost = 1 + sum(known.numel() for _, known in parts)
+            self._writer.put(partial(_write_scored, parts, time.time()), cost)
 
     def watch(self, engine: Any) -> None:
         """Records what the servers of an engine do, until :meth:`close`."""
@@ -260,9 +275,8 @@ class _TokenStrips:
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
-        # Of each token, whether its text is written; of the last one it never is.
-        self._known = np.zeros(MOST_TOKENS, bool)
-        self._known[-1] = True
+        self._file = ""
+        self._forget()
 
     def write(
         self, make: Callable[[], GroupRecord], tokenizer: Any, files: Files
@@ -282,18 +296,43 @@ class _TokenStrips:
     def _write_vocabulary(
         self, texts: Mapping[str, Any], tokenizer: Any, files: Files
     ) -> None:
-        new: set[int] = set()
-        for response in texts["responses"]:
-            for turn in response["turns"]:
-                used = np.frombuffer(turn["ids"], "<u4")
-                known = self._known.take(used, mode="clip")
-                if not known.all():
-                    new.update(used[~known].tolist())
-        if new:
-            tokens = sorted(new)
-            pieces = {str(token): tokenizer.decode([token]) for token in tokens}
-            files.append("vocabulary", {"pieces": pieces})
-            self._known[tokens] = True
+        ids = [
+            np.frombuffer(turn["ids"], "<u4")
+            for response in texts["responses"]
+            for turn in response["turns"]
+        ]
+        new = self._unknown(ids)
+        if not new:
+            return
+        file = _write_pieces(new, tokenizer, files)
+        if file != self._file:
+            # Earlier files make room, or were not written: a new one has all again.
+            self._file = file
+            self._forget()
+            if again := self._unknown(ids) - new:
+                _write_pieces(again, tokenizer, files)
+                self._known[list(again)] = True
+        self._known[list(new)] = True
+
+    def _forget(self) -> None:
+        # Of each token, whether its text is written; of the last one it never is.
+        self._known = np.zeros(MOST_TOKENS, bool)
+        self._known[-1] = True
+
+    def _unknown(self, ids: Iterable[np.ndarray[Any, Any]]) -> set[int]:
+        """Returns the tokens among these whose texts are not written."""
+        found: set[int] = set()
+        for each in ids:
+            known = self._known.take(each, mode="clip")
+            if not known.all():
+                found.update(each[~known].tolist())
+        return found
+
+
+def _write_pieces(tokens: set[int], tokenizer: Any, files: Files) -> str:
+    """Writes the texts of tokens, and returns the name of their file."""
+    pieces = {str(token): tokenizer.decode([token]) for token in sorted(tokens)}
+    return files.append("vocabulary", {"pieces": pieces}).file
 
 
 def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:

@@ -116,15 +116,15 @@ def key_of(*packed: bytes) -> str:
 def summary_of(group: GroupRecord, bounds: Bounds) -> dict[str, Any]:
     """Returns the line of a group, without the place of its texts."""
     first = next((turn for each in group.responses for turn in each.turns), None)
-    prompt = first.messages[-1].get("content") if first and first.messages else None
+    prompt = _message(first.messages[-1], bounds) if first and first.messages else {}
     return {
         "id": group.id,
         "position": group.position,
-        **({"name": group.name} if group.name else {}),
+        **({"name": group.name} if group.name and bounds.prompts else {}),
         "time": [group.began, group.ended],
         "status": group.status,
         "versions": list(group.versions),
-        "prompt": _text(prompt)[:PREVIEW] if bounds.prompts else LEFT_OUT,
+        "prompt": prompt.get("content", LEFT_OUT)[:PREVIEW],
         "responses": [_summary_of_response(each) for each in group.responses],
     }
 
@@ -215,7 +215,9 @@ def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:
         "parent": turn.parent,
         "branch": turn.branch,
         "messages": _messages(turn.messages, bounds),
-        "reply": _messages([turn.reply], bounds)[0],
+        "reply": _shown(turn.reply)
+        if bounds.responses
+        else {"role": "assistant", "content": LEFT_OUT},
         "time": [turn.began, turn.ended],
         "reward": turn.reward,
         "trained": turn.is_trained,
@@ -245,9 +247,14 @@ def _messages(
 
 def _message(message: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
     role = str(message.get("role", ""))
-    shown = bounds.responses if role == "assistant" else bounds.prompts
-    if not shown:
+    # What was said before may have examples, and what the policy wrote earlier.
+    if not bounds.prompts or (role == "assistant" and not bounds.responses):
         return {"role": role, "content": LEFT_OUT}
+    return _shown(message)
+
+
+def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
+    role = str(message.get("role", ""))
     found = {"role": role, "content": _text(message.get("content"))}
     for name in ("name", "reasoning_content", "tool_calls"):
         if message.get(name):

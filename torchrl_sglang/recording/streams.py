@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrl_sglang.recording.format import FILES_OF_STREAM
+from torchrl_sglang.recording.format import FILES_OF_STREAM, files_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,9 @@ class LineStream:
             except OSError:
                 self.close()
                 raise
+            if not os.fstat(self._file.fileno()).st_nlink:
+                # It made room for a file of another process.
+                self.close()
 
     def close(self) -> None:
         """Closes the file."""
@@ -98,14 +102,11 @@ class LineStream:
 
     def _make_room(self) -> None:
         """Removes the oldest files, so that there is room for another one."""
-        found = sorted(
-            (path.stat().st_mtime_ns, path.name, path.stat().st_size, path)
-            for path in self.folder.glob(f"{self.name}-*.jsonl")
-        )
-        total = sum(size for _, _, size, _ in found)
-        for _, name, size, path in found:
+        found = files_of(self.folder, self.name)
+        total = sum(size for _, size in found)
+        for path, size in found:
             if total + self._most_of_file <= self.most_bytes:
                 return
             path.unlink(missing_ok=True)
-            self.removed.append(name)
+            self.removed.append(path.name)
             total -= size

@@ -134,11 +134,9 @@ class RecordWriter:
             # The thread is the parent's.
             return
         with self._changed:
-            if self._closing or self._queued + cost > MOST_QUEUED:
-                self.lost += 1
-                full = not self._closing
-            else:
-                full = False
+            closed = self._closing
+            full = closed or self._queued + cost > MOST_QUEUED
+            if not full:
                 self._queue.append((job, cost))
                 self._queued += cost
                 if self._thread is None:
@@ -148,8 +146,15 @@ class RecordWriter:
                     self._thread.start()
                 elif self._queued >= MANY_QUEUED > self._queued - cost:
                     self._changed.notify()
-        if full:
-            self._warn("queue", "it cannot be written as fast as the run goes on")
+        if closed:
+            self.lose("closed", "it was closed before the run had ended")
+        elif full:
+            self.lose("queue", "it cannot be written as fast as the run goes on")
+
+    def lose(self, kind: str, reason: str) -> None:
+        """Counts what cannot be written; says why once of each kind."""
+        self.lost += 1
+        self._warn(kind, reason)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
         """Writes what is queued, and ends the thread; returns whether it ended."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrl._utils import logger as torchrl_logger
 from torchrl.record.loggers import Logger, get_logger
 
 from torchrl_sglang.errors import ConfigurationError
@@ -110,6 +111,38 @@ LOGGERS: Mapping[str, Callable[[_Wish], Logger]] = {
     "trackio": _trackio,
 }
 """Name of a logger -> what makes it."""
+
+
+class LoggerCalls:
+    """Calls a logger, whose later failures cost what was to be logged, not the run.
+
+    The first call of all raises: what is wrong then is how the logger was set up.
+    """
+
+    def __init__(self) -> None:
+        self._has_logged = False
+        self._told: set[str] = set()
+
+    def __call__(self, log: Callable[..., Any], *arguments: Any, step: int) -> None:
+        """Calls a function of a logger with arguments and a step.
+
+        Raises:
+            Exception: of the function, if none has succeeded before.
+        """
+        try:
+            log(*arguments, step=step)
+        except Exception as error:
+            if not self._has_logged:
+                raise
+            kind = type(error).__name__
+            if kind not in self._told:
+                self._told.add(kind)
+                torchrl_logger.warning(
+                    f"The logger failed at step {step}: {kind}: {error}. The run goes "
+                    f"on, and calls it again at the next step; this is said once."
+                )
+        else:
+            self._has_logged = True
 
 
 def end_logger(logger: Any) -> None:

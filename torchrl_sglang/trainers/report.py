@@ -283,7 +283,7 @@ class Rollouts:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, step: int, batch: TensorDictBase, query_key: str) -> None:
         """Writes the rows of a batch with advantages."""

@@ -35,7 +35,7 @@ from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import deterministic_algorithms
 from torchrl_sglang.trainers.folder_lock import only_run_in
 from torchrl_sglang.trainers.learner import Learner
-from torchrl_sglang.trainers.loggers import end_logger
+from torchrl_sglang.trainers.loggers import LoggerCalls, end_logger
 from torchrl_sglang.trainers.models import load_tokenizer, save_model
 from torchrl_sglang.trainers.progress import StepProgress, find_mode, tell
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
@@ -171,6 +171,7 @@ class Run:
         stack.callback(self.ranks.end)
         stack.enter_context(_quiet())
         self.recorder = None
+        self._log = LoggerCalls()
         self.clock = PhaseClock()
         if self._deterministic:
             stack.enter_context(deterministic_algorithms())
@@ -322,7 +323,8 @@ class Run:
         if every is not None and self.step % every == 0:
             tell(sample_of(batch, self.query_key))
             rows = list(rows_of(self.step + 1, batch, self.query_key))
-            log_samples(self.logger, rows, self.step + 1)
+            if self.logger is not None:
+                self._log(log_samples, self.logger, rows, step=self.step + 1)
         return batch
 
     def update_weights(self) -> None:
@@ -408,7 +410,7 @@ class Run:
         if "batch/tokens" in metrics and spent:
             metrics["time/tokens_per_second"] = metrics["batch/tokens"] / spent
         if self.logger is not None:
-            self.logger.log_metrics(metrics, step=self.step)
+            self._log(self.logger.log_metrics, metrics, step=self.step)
         if self.recorder is not None:
             self.recorder.log(metrics, step=self.step)
         self.metrics = metrics

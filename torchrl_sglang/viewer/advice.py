@@ -49,7 +49,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
         return None
     seconds = (run.ended - run.began) * LATELY
     since = run.ended - min(max(seconds, 60.0), 600.0)
-    since = max(since, trainer[0].began)
+    since = max(since, trainer[0].began, run.resumed)
     span = max(run.ended - since, 1e-9)
 
     def share(found: Sequence[Bar], *names: str) -> float:
@@ -119,10 +119,22 @@ def advise(found: Figures | None) -> str:
             f"for steps, tools or rewards. Make these faster or coroutines, or raise "
             f"num_threads or max_in_flight."
         )
+    return _of_phases(found, shares)
+
+
+def _of_phases(found: Figures, shares: str) -> str:
+    """Says what phase of the trainer takes the most of its time, if one does."""
     largest = max(
         ("training", "waiting", "sending", "saving"),
         key=lambda name: getattr(found, name),
     )
+    known = found.training + found.waiting + found.sending + found.saving
+    if 1 - known > getattr(found, largest):
+        return (
+            f"What bounds the run is not known: {1 - known:.0%} of the time is in no "
+            f"phase that has a name here, while {shares}. Put training into with "
+            f"recorder.phase('train'), and the rest into 'evaluate' and 'save'."
+        )
     if largest == "saving":
         return (
             f"Evaluation and checkpoints bound the run, {found.saving:.0%} of the "

@@ -5,6 +5,7 @@ Colours, fonts and sizes that depend on light or dark are in ``static/page.js``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -124,11 +125,25 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
     }
 
 
+def _format(values: Sequence[float]) -> str:
+    """Returns a format in which ticks between values are different texts.
+
+    Examples:
+        >>> _format([0.1, 0.5]), _format([0.99985, 1.0]), _format([0, 20_000])
+        ('.3~g', '.6~g', '~s')
+    """
+    largest = max(map(abs, values), default=0.0)
+    if largest >= 1000:
+        return "~s"
+    spread = max(values, default=0.0) - min(values, default=0.0)
+    digits = math.ceil(math.log10(largest / spread)) + 2 if spread else 3
+    return f".{min(max(digits, 3), 9)}~g"
+
+
 def curve_spec(curve: Curve) -> dict[str, Any]:
     """Returns how a curve is drawn; of two runs, their lines have other dashes."""
     runs = list(dict.fromkeys(point["run"] for point in curve.points))
-    largest = max((abs(point["y"]) for point in curve.points), default=0.0)
-    kind = ".1~%" if curve.percent else "~s" if largest >= 1000 else ".3~g"
+    kind = ".1~%" if curve.percent else _format([p["y"] for p in curve.points])
     y: dict[str, Any] = {
         "field": "y",
         "type": "quantitative",

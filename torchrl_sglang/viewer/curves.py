@@ -13,8 +13,19 @@ from torchrl_sglang.viewer.run import Group, RunData
 MOST_POINTS = 400
 """Points of a line; more are means of as many that follow each other."""
 
-MOST_OTHERS = 24
+MOST_OTHERS = 200
 """Curves of metrics that have no place of their own."""
+
+REPEATED = (
+    "batch/reward",
+    "batch/response_tokens",
+    "batch/truncated",
+    "batch/flat_groups",
+)
+"""Metrics of a run of ``GRPO`` that are the means of batches, which have curves."""
+
+OF_PARTS = ("engine", "rollout", "staleness", "weights", "gateway", "time")
+"""Panels of metrics that come after all others: what parts did in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +65,7 @@ def curves_of(run: RunData) -> list[Curve]:
         _cache(run),
         _memory(run),
     ]
-    known = {name for curve in found for name in _names(curve)}
+    known = {name for curve in found for name in _names(curve)} | {"eval/reward"}
     return [curve for curve in [*found, *_others(run, known)] if curve.points]
 
 
@@ -135,7 +146,8 @@ def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     named = dict.fromkeys(
         name
         for groups in batches.values()
-        for each in groups[0].responses
+        for group in groups
+        for each in group.responses[:1]
         for name in each.rewards
     )
     for name in named:
@@ -370,13 +382,27 @@ def _memory(run: RunData) -> Curve:
     )
 
 
+def _names_of_others(run: RunData, known: set[str]) -> list[str]:
+    """Returns metrics that no other curve shows, those of parts at the end."""
+    rewards = {
+        f"reward/{name}"
+        for group in run.groups
+        for each in group.responses[:1]
+        for name in each.rewards
+    }
+    shown = known | rewards | set(REPEATED)
+    names = [name for name in run.metrics if name not in shown]
+
+    def place(name: str) -> tuple[bool, bool]:
+        panel = name.partition("/")[0]
+        return panel in OF_PARTS, panel != "train"
+
+    return sorted(names, key=place)
+
+
 def _others(run: RunData, known: set[str]) -> list[Curve]:
     """Returns curves of metrics that no other one shows."""
-    # Means of the same batches, which the curves above show.
-    shown = ("batch/", "reward/", "eval/reward")
-    names = [
-        name for name in run.metrics if name not in known and not name.startswith(shown)
-    ]
+    names = _names_of_others(run, known)
     return [
         Curve(
             id=f"metric-{place}",

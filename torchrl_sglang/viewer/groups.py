@@ -6,13 +6,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torchrl_sglang.recording.format import unpack
 from torchrl_sglang.recording.lines import number
-from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
 from torchrl_sglang.viewer.curves import extremes
-from torchrl_sglang.viewer.run import Group, RunData
+from torchrl_sglang.viewer.run import MALFORMED, Group, RunData
 
 MOST_ROWS = 20_000
 """Groups in the table of a page, the newest ones."""
@@ -167,11 +168,20 @@ def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | Non
     """Returns the conversations of a group with their tokens.
 
     Returns:
-        ``None`` if they were not recorded, or made room for newer ones.
+        ``None`` if they were not recorded, made room for newer ones, or are damaged.
     """
     texts = recording.read_texts(group.line.texts)
     if texts is None:
         return None
+    try:
+        return _conversations(recording, group, texts)
+    except MALFORMED:
+        return None
+
+
+def _conversations(
+    recording: Recording, group: Group, texts: Mapping[str, Any]
+) -> dict[str, Any]:
     scores = _scores(recording, group)
     found = []
     for line, text in zip(group.responses, texts["responses"], strict=False):
@@ -244,7 +254,11 @@ def _turn(
     trainer: list[float | None] | None,
 ) -> dict[str, Any]:
     ids = unpack(turn["ids"], "i4").tolist() if "ids" in turn else []
-    versions = [version for version, count in turn["versions"] for _ in range(count)]
+    count = int(turn["count"])
+    spans = (repeat(int(version), tokens) for version, tokens in turn["versions"])
+    if not 0 <= count <= MOST_OF_LINE:
+        raise ValueError(f"A turn has no {count} tokens.")
+    versions = list(islice(chain.from_iterable(spans), count))
     calls = turn["reply"].get("tool_calls")
     return {
         "number": turn["number"],
@@ -259,7 +273,7 @@ def _turn(
         "reward": number(turn.get("reward")),
         "trained": turn.get("trained", True),
         "time": turn.get("time", [None, None]),
-        "count": turn["count"],
+        "count": count,
         "prompt_tokens": turn.get("prompt_tokens"),
         "cached": turn.get("cached"),
         "pieces": [pieces.get(each, f"<{each}>") for each in ids],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
@@ -14,7 +16,7 @@ import msgspec
 from torchrl_sglang.recording.reading import Recording, uncollected
 from torchrl_sglang.viewer.advice import advise, figures_of
 from torchrl_sglang.viewer.charts import curve_spec, in_flight_spec, timeline_spec
-from torchrl_sglang.viewer.curves import Curve, curves_of
+from torchrl_sglang.viewer.curves import MOST_OTHERS, Curve, curves_of
 from torchrl_sglang.viewer.groups import (
     FILTERS,
     choose,
@@ -43,7 +45,8 @@ def names_of(recordings: Sequence[Recording]) -> list[str]:
         ]
     if len(set(names)) < len(names):
         names = [str(each.folder) for each in recordings]
-    return names
+    # A name of a folder may have bytes that are no text.
+    return [os.fsencode(name).decode("utf-8", "replace") for name in names]
 
 
 def title_of(names: Sequence[str]) -> str:
@@ -76,12 +79,19 @@ def _run(run: RunData, now: float) -> dict[str, Any]:
         "live": run.is_live(now),
         "facts": _facts(run, table),
         "sentence": advise(figures_of(run, bars)),
-        "notes": run.notes,
+        "notes": [*run.notes, *_left_out(run)],
         "failures": run.failures[-20:],
         "timeline": timeline_spec(run, bars),
         "in_flight": in_flight_spec(run),
         "groups": {**table, "counts": counts_of(table)},
     }
+
+
+def _left_out(run: RunData) -> list[str]:
+    count = len(run.metrics)
+    if count <= MOST_OTHERS:
+        return []
+    return [f"Of {count} metrics, at most {MOST_OTHERS} have curves of their own."]
 
 
 def _facts(run: RunData, table: dict[str, Any]) -> list[list[str]]:
@@ -115,14 +125,18 @@ def _duration(seconds: float) -> str:
 
 def merge(runs: Sequence[RunData]) -> list[Curve]:
     """Returns the curves of all runs, those of the same figure in one."""
-    found: dict[str, Curve] = {}
+    found: dict[tuple[str, str], Curve] = {}
     for run in runs:
         for curve in curves_of(run):
-            key = curve.title
+            is_metric = curve.id.startswith("metric-")
+            # Metrics have other numbers in another run, and any name.
+            key = ("metric", curve.title) if is_metric else ("", curve.id)
             points = [{**point, "run": run.name} for point in curve.points]
             known = found.get(key)
             if known is not None:
                 points = [*map(dict, known.points), *points]
+            elif is_metric:
+                known = replace(curve, id=f"metric-{len(found)}")
             found[key] = replace(known or curve, points=points)
     return list(found.values())
 
@@ -192,7 +206,12 @@ def as_script(value: Any) -> str:
 
     Numbers that JSON has no form for are ``null``.
     """
-    text = msgspec.json.encode(value).decode()
+    try:
+        text = msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:
+        # Half of a character, which somebody has written to a line.
+        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        text = json.dumps(finite)
     # Neither tags nor comments of HTML can begin in it.
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
 

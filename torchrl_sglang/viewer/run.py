@@ -11,11 +11,12 @@ import msgspec
 
 from torchrl_sglang.recording.lines import GroupLine, ResponseLine, number
 from torchrl_sglang.recording.reading import Recording, uncollected
+from torchrl_sglang.viewer.writers import Writers, in_order, time_of
 
 LIVE_SECONDS = 15.0
 """A run that has recorded nothing for so long has ended, or was killed."""
 
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What a line raises that is not as it should be: somebody has changed it."""
 
 
@@ -24,13 +25,13 @@ class Group:
     """A group of responses to a prompt."""
 
     id: str
-    """Number of the group."""
+    """Number of the group, and of its writer unless that is the first."""
     line: GroupLine
     """Its line in the recording."""
     status: str
     """``"complete"``, ``"trained"``, ``"filtered"`` or ``"stale"``."""
     batch: int | None = None
-    """Number of the batch that took it."""
+    """Number of the batch that took it, over all writers."""
     age: int | None = None
     """Weight updates between its oldest token and that batch."""
     advantages: dict[str, float] = field(default_factory=dict)
@@ -84,6 +85,8 @@ class RunData:
     began: float = math.inf
     ended: float = -math.inf
     """Time of the last line."""
+    resumed: float = -math.inf
+    """When it last went on after all that was before had ended."""
     groups: list[Group] = field(default_factory=list)
     phases: list[Bar] = field(default_factory=list)
     """Of the trainer; ``"wait"``: it waits for a batch."""
@@ -146,24 +149,35 @@ class _Assembly:
 
     def __init__(self, run: RunData) -> None:
         self._run = run
-        self._known: dict[str, Group] = {}
+        self._writers: Writers | None = None
+        self._known: dict[tuple[str, int | str], Group] = {}
         self._by_key: dict[str, Group] = {}
         self._again: dict[str, list[Group]] = {}
         self._lost = 0
         self._dropped = 0
+        self._batch = 0
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
         malformed = recording.malformed
+        if len(recording.writers) > 1:
+            names = sorted({line.writer for line in recording.groups})
+            self._writers = Writers(names)
         for line in recording.groups:
-            self._group(line)
+            if all(map(math.isfinite, line.time)):
+                self._group(line)
+            else:
+                malformed += 1
         self._run.groups.sort(key=lambda group: group.ended)
-        events = sorted(recording.events, key=_time_of)
-        for event in events:
+        events = recording.events
+        for event in events if self._writers is None else in_order(events):
             try:
                 self._event(event)
             except MALFORMED:
                 malformed += 1
+        if self._writers is not None:
+            self._run.running += self._writers.unfinished()
+            self._run.resumed = self._writers.resumed()
         self._say(malformed)
 
     def _say(self, malformed: int) -> None:
@@ -179,17 +193,25 @@ class _Assembly:
             )
 
     def _group(self, line: GroupLine) -> None:
-        group = Group(id=str(line.id), line=line, status=line.status)
+        writers = self._writers
+        id_ = writers.name(line.writer, line.id) if writers else str(line.id)
+        group = Group(id=id_, line=line, status=line.status)
         self._see(group.ended)
         self._run.groups.append(group)
-        self._known[group.id] = group
+        self._known[line.writer, line.id] = group
         by_key = self._by_key
         for response in line.responses:
             for key in response.keys:
                 first = by_key.setdefault(key, group)
                 if first is not group:
                     self._again.setdefault(key, [first]).append(group)
-        self._run.running.append((group.ended, -1))
+        self._count(group.ended, -1, line.writer)
+
+    def _count(self, time: float, change: int, writer: str) -> None:
+        """More groups run, or fewer."""
+        self._run.running.append((time, change))
+        if self._writers is not None:
+            self._writers.see(writer, time, change)
 
     def _see(self, time: float) -> None:
         run = self._run
@@ -197,48 +219,52 @@ class _Assembly:
         run.ended = max(run.ended, time)
 
     def _event(self, event: Mapping[str, Any]) -> None:
-        kind, time = event["kind"], float(event["time"])
+        kind, time = event["kind"], time_of(event)
+        if not time:
+            raise ValueError("It has no time.")
         if kind != "start":
             # Before a run does something, servers are started, which takes minutes.
             self._see(time)
+            if self._writers is not None:
+                self._writers.see(event["writer"], time)
         handle = getattr(self, f"_on_{kind}", None)
         if handle is not None:
             handle(event, time)
 
     def _on_began(self, event: Mapping[str, Any], time: float) -> None:
-        self._run.running.append((time, 1))
+        self._count(time, 1, event["writer"])
 
     def _on_failed(self, event: Mapping[str, Any], time: float) -> None:
-        self._run.running.append((time, -1))
+        self._count(time, -1, event["writer"])
         self._run.failures.append(str(event["error"]))
 
     def _on_stale(self, event: Mapping[str, Any], time: float) -> None:
-        group = self._known.get(str(event["id"]))
+        group = self._known.get((event["writer"], event["id"]))
         if group is not None:
             group.status = "stale"
 
     def _on_batch(self, event: Mapping[str, Any], time: float) -> None:
+        # Each collector numbers its batches from 1.
+        number = self._batch = max(int(event["number"]), self._batch + 1)
         self._run.batches.append(event)
         for each in event["ids"]:
-            group = self._known.get(str(each))
+            group = self._known.get((event["writer"], each))
             if group is None:
                 continue
-            group.batch, group.status = int(event["number"]), "taken"
+            group.batch, group.status = number, "taken"
             oldest = [each.versions[0] for each in group.responses if each.versions]
             if oldest:
                 group.age = max(int(event["version"]) - min(oldest), 0)
 
     def _on_trained(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            group = self._newest(row["key"], time)
-            if group is not None:
+            for group in self._newest(row["key"], time):
                 group.status = "trained"
                 self._learn(group, row, event)
 
     def _on_scored(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
-            group = self._newest(row["key"], time)
-            if group is not None:
+            for group in self._newest(row["key"], time):
                 self._learn(group, row, event)
 
     def _learn(
@@ -252,23 +278,37 @@ class _Assembly:
             group.gaps[key] = gap
             group.scores[key] = event.get("scores")
 
-    def _newest(self, key: str, time: float) -> Group | None:
-        """Returns the newest group with a row that was complete at a time."""
+    def _newest(self, key: str, time: float) -> Sequence[Group]:
+        """Returns the newest group with a row that was complete at a time.
+
+        Groups of a batch may have the same prompt and tokens; they are all meant.
+        """
         if key in self._again:
             found = [group for group in self._again[key] if group.ended <= time]
-            return found[-1] if found else None
+            last = max([each.batch or 0 for each in found], default=0)
+            # What waits to be taken is not meant.
+            return [each for each in found if each.batch == last] or found[-1:]
         group = self._by_key.get(key)
-        return group if group is not None and group.ended <= time else None
+        return [] if group is None else [group]
 
     def _on_phase(self, event: Mapping[str, Any], time: float) -> None:
-        began, ended = event["span"]
-        self._see(float(began))
+        began, ended = map(number, event["span"])
+        if began is None or ended is None:
+            raise ValueError("It has no times.")
+        self._see(began)
         name = str(event["name"])
-        self._run.phases.append(Bar(name=name, began=float(began), ended=float(ended)))
+        self._run.phases.append(Bar(name=name, began=began, ended=ended))
 
     def _on_update(self, event: Mapping[str, Any], time: float) -> None:
-        float(event.get("seconds", 0.0))
-        self._run.updates.append(event)
+        phases = event.get("phases") or {}
+        known = {
+            "version": int(event["version"]),
+            "seconds": float(event.get("seconds", 0.0)),
+            "bytes": int(event.get("bytes") or 0),
+            "transport": str(event.get("transport", "")),
+            "phases": {name: float(seconds) for name, seconds in phases.items()},
+        }
+        self._run.updates.append({**event, **known, "time": time})
 
     def _on_engine(self, event: Mapping[str, Any], time: float) -> None:
         _ = [server["url"] for server in event["servers"]]
@@ -287,6 +327,11 @@ class _Assembly:
 
     def _on_step(self, event: Mapping[str, Any], time: float) -> None:
         """A run goes on after a step: what a killed one did later is done again."""
+        if self._run.batches:
+            self._run.notes.append(
+                f"The run went on after step {int(event['step'])}: batches that it "
+                f"had taken later are shown, too."
+            )
         for of_steps in self._run.metrics.values():
             for later in [each for each in of_steps if each > event["step"]]:
                 del of_steps[later]
@@ -296,10 +341,6 @@ class _Assembly:
 
     def _on_dropped(self, event: Mapping[str, Any], time: float) -> None:
         self._dropped += len(event["files"])
-
-
-def _time_of(event: Mapping[str, Any]) -> float:
-    return number(event.get("time")) or 0.0
 
 
 def find_group(groups: Iterable[Group], id_: str) -> Group | None:

@@ -236,7 +236,10 @@ def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
 
 
 def in_flight(run: RunData, most: int = 600) -> list[tuple[float, int]]:
-    """Returns times and the number of groups that run, the largest one of each part."""
+    """Returns times and the number of groups that run.
+
+    Of many, those of parts: the largest number of each, and the one at its end.
+    """
     total, found = 0, dict[float, int]()
     for time, change in sorted(run.running):
         total = max(total + change, 0)
@@ -245,6 +248,8 @@ def in_flight(run: RunData, most: int = 600) -> list[tuple[float, int]]:
     points = list(found.items())
     if len(points) <= most:
         return points
-    size = len(points) / most
-    parts = [points[int(n * size) : int((n + 1) * size)] for n in range(most)]
-    return [max(part, key=lambda point: point[1]) for part in parts if part]
+    count = most // 2
+    size = len(points) / count
+    parts = [points[int(n * size) : int((n + 1) * size)] for n in range(count)]
+    chosen = {(max(part, key=lambda point: point[1]), part[-1]) for part in parts}
+    return sorted({point for pair in chosen for point in pair})

@@ -8,17 +8,21 @@ import sys
 import time
 
 import pytest
-from helpers.recorded_runs import Recorded, write_run
+from helpers.recorded_runs import BEGAN, BOUNDS, Recorded, make_group, write_run
+from msgspec.structs import replace
 
 from torchrl_sglang import RunRecorder
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.reading import (
     BLOCK,
     MOST_OF_LINE,
+    MOST_OF_TEXTS,
     MOST_TOLD,
     Recording,
 )
-from torchrl_sglang.viewer.page import read_runs
+from torchrl_sglang.recording.records import summary_of
+from torchrl_sglang.viewer.page import as_script, page_data, read_runs
+from torchrl_sglang.viewer.timeline import in_flight
 
 
 @pytest.fixture
@@ -117,7 +121,7 @@ def test_texts_of_another_place_are_none(folder):
         ["../" + name, offset, length],
         ["/etc/passwd", 0, 10],
         [name, offset + 1, length],
-        [name, offset, MOST_OF_LINE + 1],
+        [name, offset, MOST_OF_TEXTS + 1],
         None,
         ["x"],
     ):
@@ -217,6 +221,63 @@ def test_a_step_that_is_done_again_counts_once(tmp_path):
     run.close()
     (read,) = read_runs([Recording.open(tmp_path)])
     assert read.metrics["loss"] == {1: 1.0, 2: 20.0}
+
+
+def test_a_run_that_goes_on_has_the_groups_of_both_parts(tmp_path):
+    """Each recorder numbers its groups and batches from 1."""
+    parts = []
+    for part in range(2):
+        run = Recorded(tmp_path, seed=part, writer=f"{part}a")
+        run.time += 1000 * part
+        for _ in range(3):
+            run.step()
+        run.event("began", id=run.number + 1, position=0)
+        run.event("stale", id=1)
+        run.event("step", step=2)
+        run.close()
+        parts += [run.written[n : n + 4] for n in range(0, 12, 4)]
+    (run,) = read_runs([Recording.open(tmp_path)])
+    assert len({group.id for group in run.groups}) == 24
+    assert [group.id for group in run.groups if group.status == "stale"] == ["1", "1.2"]
+    for number, written in enumerate(parts, 1):
+        own = [group for group in run.groups if group.batch == number]
+        assert sorted(sum(group.rewards) for group in own) == sorted(
+            sum(response.reward for response in group.responses) for group in written
+        )
+    # One that was killed leaves no group in flight behind.
+    assert in_flight(run)[-1][1] == 1
+    assert run.resumed == BEGAN + 1000
+    assert any("went on after step 2" in note for note in run.notes)
+
+
+def test_a_clock_that_is_set_back_changes_no_order(tmp_path):
+    run = Recorded(tmp_path)
+    for hour in (0, -1, 2):
+        run.time += 3600 * hour
+        run.step()
+    run.close()
+    (read,) = read_runs([Recording.open(tmp_path)])
+    assert [group.status for group in read.groups] == ["trained"] * 12
+    found = {group.id: group.batch for group in read.groups}
+    assert found == {
+        str(group.id): place // 4 + 1 for place, group in enumerate(run.written)
+    }
+    assert len(json.loads(as_script(page_data([read], now=0.0)))["curves"]) > 5
+
+
+def test_groups_with_the_same_tokens_are_told_apart_by_their_batch(tmp_path):
+    run = Recorded(tmp_path, groups=1, size=1)
+    group = make_group(run.rng, 1, 1, BEGAN, 0)
+    for number, began in enumerate((BEGAN, BEGAN + 1, BEGAN + 2), 1):
+        same = replace(group, id=number, began=began, ended=began + 0.5)
+        run.files.append("groups", summary_of(same, BOUNDS))
+    row = {"key": group.responses[0].keys[0], "advantage": 1.0}
+    run.event("batch", BEGAN + 2, number=1, version=0, ids=[1, 2])
+    run.event("trained", BEGAN + 3, step=1, rows=[row])
+    run.close()
+    (read,) = read_runs([Recording.open(tmp_path)])
+    found = {group.id: group.status for group in read.groups}
+    assert found == {"1": "trained", "2": "trained", "3": "complete"}
 
 
 def test_a_manifest_says_what_it_is(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -12,12 +13,12 @@ import threading
 import time
 from functools import partial
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from helpers.forked_starts import trainer_python
 from helpers.recorded_runs import make_group
+from msgspec.structs import replace
 from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_sglang import RunRecorder
@@ -26,6 +27,7 @@ from torchrl_sglang.recording.format import pack, unpack
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.recording.recorder import MOST_TOKENS
 from torchrl_sglang.recording.records import row_key
+from torchrl_sglang.recording.streams import LineStream
 from torchrl_sglang.recording.writer import MOST_QUEUED
 from torchrl_sglang.types import Completion
 
@@ -96,10 +98,10 @@ def test_a_line_that_is_not_plain_json_has_its_tokens(tmp_path):
     with RunRecorder(tmp_path) as recorder:
         (response,) = make_group(random.Random(1), 1, 1, 1.0, 3).responses
         reply = {"role": "assistant", "content": "x", "tool_calls": [{1: 2**70}]}
-        turns = [msgspec.structs.replace(response.turns[0], reply=reply)]
-        group = msgspec.structs.replace(
+        turns = [replace(response.turns[0], reply=reply)]
+        group = replace(
             make_group(random.Random(1), recorder.next_id(), 1, 1.0, 3),
-            responses=[msgspec.structs.replace(response, turns=turns)],
+            responses=[replace(response, turns=turns)],
         )
         recorder.group(lambda: group, Words(), 1)
     recording = Recording.open(tmp_path)
@@ -115,10 +117,10 @@ def test_the_text_of_a_token_is_written_once(tmp_path):
         for ids in ([3, 1, 3], [1, 2], [2, 3, *strange]):
             (response,) = make_group(random.Random(1), 1, 1, 1.0, 3).responses
             done = Completion(token_ids=ids, finish_reason="stop")
-            turn = msgspec.structs.replace(response.turns[0], completion=done)
-            group = msgspec.structs.replace(
+            turn = replace(response.turns[0], completion=done)
+            group = replace(
                 make_group(random.Random(1), recorder.next_id(), 1, 1.0, 3),
-                responses=[msgspec.structs.replace(response, turns=[turn])],
+                responses=[replace(response, turns=[turn])],
             )
             recorder.group(partial(lambda group: group, group), Words(), 1)
     (path,) = tmp_path.glob("vocabulary-*")
@@ -150,6 +152,30 @@ def test_texts_can_be_left_out(tmp_path):
     assert turn[0]["count"] == len(unpack(turn[0]["log_probs"], "f4"))
 
 
+@pytest.mark.parametrize("prompts", [True, False])
+@pytest.mark.parametrize("responses", [True, False])
+def test_each_text_is_where_it_was_asked_for_alone(tmp_path, prompts, responses):
+    """Also an example in the prompt, and what a policy wrote in an earlier turn."""
+    call = {"function": {"name": "add", "arguments": {"of": "SAID-call"}}}
+    said = {"role": "assistant", "content": "SAID-now", "tool_calls": [call]}
+    earlier = {"role": "assistant", "content": "BOTH", "reasoning_content": "BOTH"}
+    told = [{"role": "user", "content": "READ-question", "name": "READ-me"}, earlier]
+    with RunRecorder(tmp_path, prompts=prompts, responses=responses) as recorder:
+        made = group_of(recorder)
+        turn = replace(made.responses[0].turns[0], messages=told, reply=said)
+        after = [{"role": "tool", "content": "READ-after"}, earlier]
+        response = replace(made.responses[0], turns=[turn], after=after)
+        group = replace(made, name="READ-session", responses=[response])
+        recorder.group(lambda: group, Words(), 1)
+    content = "".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
+    found = {word for word in ("READ", "SAID", "BOTH") if word in content}
+    assert found == {
+        *(["READ"] if prompts else []),
+        *(["SAID"] if responses else []),
+        *(["BOTH"] if prompts and responses else []),
+    }
+
+
 @pytest.mark.parametrize(("sample", "count"), [(1.0, 20), (0.25, 5), (0.0, 0)])
 def test_of_a_sample_the_numbers_of_all_are_there(tmp_path, sample, count):
     with RunRecorder(tmp_path, sample=sample) as recorder:
@@ -176,6 +202,41 @@ def test_a_folder_stays_within_its_bound_and_says_so(tmp_path):
     assert Recording.open(tmp_path).read_texts(groups[-1].texts) is not None
 
 
+def test_texts_of_tokens_outlast_files_that_make_room(tmp_path):
+    """Common tokens are written first, and their file is the first that goes."""
+    with RunRecorder(tmp_path, max_bytes=1_000_000) as recorder:
+        for number in range(400):
+            made = group_of(recorder)
+            first = made.responses[0].turns[0]
+            ids = [1, 2, *range(100 + 50 * number, 150 + 50 * number)]
+            done = dataclasses.replace(
+                first.completion, token_ids=ids, log_probs=[-1.0] * len(ids)
+            )
+            turn = replace(first, completion=done)
+            group = replace(
+                made,
+                responses=[replace(made.responses[0], turns=[turn])],
+            )
+            recorder.group(lambda group=group: group, Words(), 1)
+    dropped = [name for event in events(tmp_path, "dropped") for name in event["files"]]
+    assert any(name.startswith("vocabulary") for name in dropped)
+    pieces = Recording.open(tmp_path).pieces
+    assert 100 not in pieces
+    assert all(pieces.get(token) == f"<{token}>" for token in ids)
+
+
+def test_a_file_that_another_process_removed_is_begun_again(tmp_path):
+    stream = LineStream(folder=tmp_path, name="events", writer="one", most_bytes=8000)
+    stream.append(b"1\n")
+    stream.flush()
+    (tmp_path / "events-one-00000.jsonl").unlink()
+    stream.append(b"2\n")
+    stream.flush()
+    stream.append(b"3\n")
+    stream.close()
+    assert (tmp_path / "events-one-00001.jsonl").read_bytes() == b"3\n"
+
+
 class Awkward:
     """Has no form, not even as a text."""
 
@@ -194,16 +255,42 @@ def test_what_cannot_be_written_costs_one_warning(tmp_path, torchrl_warnings):
     for _ in range(3):
         recorder.group(fails, Words(), 1)
         recorder.event("odd", value=Awkward())
-        recorder.log({"odd": Awkward()})
-    recorder.log({"loss": torch.tensor(0.5)}, step=1)
+        recorder.log({"odd": torch.ones(2)}, step=1)
+    recorder.log({"odd": Awkward(), "loss": torch.tensor(0.5)}, step=np.int64(1))
+    recorder.log({"loss": 1.0}, step="first")
+    recorder.log(None)
     recorder.close()
-    assert recorder.lost == 6
+    assert recorder.lost == 12
     told = [text for text in torchrl_warnings if "not complete" in text]
-    assert len(told) == 1
-    assert "a mistake" in told[0]
+    assert len(told) == 2
+    assert "metric 'odd' cannot be recorded" in told[0] + told[1]
+    assert "a mistake" in told[0] + told[1]
     (metrics,) = events(tmp_path, "metrics")
-    assert metrics["values"] == {"loss": 0.5}
-    assert events(tmp_path, "lost")[-1]["records"] == 6
+    assert (metrics["step"], metrics["values"]) == (1, {"loss": 0.5})
+    assert events(tmp_path, "lost")[-1]["records"] == 12
+
+
+def test_what_comes_after_the_end_costs_a_warning(tmp_path, torchrl_warnings):
+    with RunRecorder(tmp_path) as recorder:
+        pass
+    recorder.close()
+    recorder.log({"loss": 1.0}, step=1)
+    recorder.log({"loss": 1.0}, step=2)
+    assert recorder.lost == 2
+    (told,) = torchrl_warnings
+    assert "it was closed before the run had ended" in told
+
+
+def test_a_recorder_keeps_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with RunRecorder("run") as recorder:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        recorder.log({"a": 1.0})
+        with pickle.loads(pickle.dumps(recorder)) as copied:
+            copied.log({"b": 1.0})
+    assert len(events(tmp_path / "run", "metrics")) == 2
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_a_full_disk_costs_one_warning(tmp_path, torchrl_warnings):

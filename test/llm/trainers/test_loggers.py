@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.trainers.loggers import LOGGERS, end_logger, make_logger
+from torchrl_sglang.trainers.loggers import (
+    LOGGERS,
+    LoggerCalls,
+    end_logger,
+    make_logger,
+)
 from torchrl_sglang.trainers.samples import COLUMNS, MOST_ROWS, choose_rows, log_samples
 
 # Those of the loggers' packages about themselves.
@@ -188,3 +193,29 @@ def test_a_package_that_is_missing(name, monkeypatch, tmp_path):
 def test_a_name_of_no_logger(tmp_path):
     with pytest.raises(ConfigurationError, match="csv, tensorboard, wandb, mlflow"):
         make_logger("mlfow", tmp_path, "a run", "a project")
+
+
+def test_a_logger_that_fails_later_costs_a_warning(caplog):
+    """Its service restarts in the middle of a run."""
+    logged, down = [], []
+
+    def log(metrics, *, step):
+        if down:
+            raise ConnectionError("the service restarts")
+        logged.append((step, metrics))
+
+    call = LoggerCalls()
+    down.append(True)
+    with pytest.raises(ConnectionError):
+        call(log, {"a": 0.0}, step=0)
+    down.clear()
+    call(log, {"a": 1.0}, step=1)
+    down.append(True)
+    call(log, {"a": 2.0}, step=2)
+    call(log, {"a": 3.0}, step=3)
+    down.clear()
+    call(log, {"a": 4.0}, step=4)
+    assert logged == [(1, {"a": 1.0}), (4, {"a": 4.0})]
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(told) == 1
+    assert "failed at step 2: ConnectionError: the service restarts" in told[0]

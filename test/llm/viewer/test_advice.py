@@ -55,3 +55,12 @@ def test_what_bounds_a_run(change, bound, remedy):
 
 def test_nothing_is_said_of_what_is_not_known():
     assert "not known yet" in advise(None)
+
+
+def test_a_loop_that_tells_of_no_phases_is_told_how_to():
+    quiet = replace(BALANCED, waiting=0.12, training=0.0, sending=0.05, saving=0.0)
+    said = advise(quiet)
+    assert "83% of the time is in no phase" in said
+    assert "recorder.phase('train')" in said
+    # A fourth of the time is not worth more than what takes the most.
+    assert "Training bounds" in advise(replace(BALANCED, training=0.6))

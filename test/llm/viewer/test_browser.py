@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -13,7 +14,7 @@ import pytest
 from helpers.browser import open_browser
 from helpers.recorded_runs import BEGAN, Recorded, write_run
 
-from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
 from torchrl_sglang.viewer.page import page_html, self_contained
 from torchrl_sglang.viewer.serve import Viewer, serve
 
@@ -172,6 +173,29 @@ def test_a_response_is_reached_and_read_by_keyboard_alone(opened, written):
     assert f"{done.log_probs[1]:.2f}"[:4] in told
 
 
+def test_of_a_very_long_response_both_ends_are_shown(page, tmp_path):
+    run = Recorded(tmp_path / "long", size=1, groups=1)
+    run.step(tokens=1_500_000)
+    run.close()
+    recording = Recording.open(run.folder)
+    assert recording.groups[0].texts[2] > MOST_OF_LINE
+    path = tmp_path / "long.html"
+    path.write_text(self_contained([recording], now=BEGAN + 1e6), encoding="utf-8")
+    page.look()
+    page.errors.clear()
+    page.open(path.as_uri())
+    page.eval("document.querySelector('#table tbody tr').click()")
+    page.wait("document.querySelector('.strip')")
+    assert page.eval("document.querySelectorAll('.strip span').length") == 20_000
+    page.eval("document.querySelector('.strip').focus()")
+    page.press("End")
+    told = page.eval("document.querySelector('.about').textContent")
+    assert told.startswith("token 1500000 of 1500000;")
+    notes = page.eval("document.querySelector('.response').textContent")
+    assert "1,480,000 tokens in the middle are not shown" in notes
+    assert page.errors == []
+
+
 def test_tokens_are_coloured_by_what_is_chosen(opened):
     opened.eval("document.querySelector('#table tbody tr').click()")
     opened.wait("document.querySelector('.strip')")
@@ -250,8 +274,6 @@ def test_text_has_contrast_and_fits(page, file, width, dark):
 def served(tmp_path):
     run = Recorded(tmp_path / "live")
     # A run that goes on now.
-    import time
-
     run.time = time.time() - 5.0
     run.step()
     viewer = Viewer([Recording.open(run.folder)])
@@ -288,10 +310,32 @@ def test_a_live_run_is_followed(page, served):
     assert page.eval(fact) == "1"
     page.eval("document.querySelector('#table tbody tr').click()")
     page.wait("document.querySelector('.strip')")
+    summary = "document.querySelector('[data-curve=length] summary')"
+    page.eval(f"{summary}.focus(); {summary}.click()")
+    rows = "document.querySelectorAll('[data-curve=length] .numbers tbody tr').length"
+    page.wait(f"{rows} === 1")
     run.step()
-    run.close()
+    run.files.flush()
     page.wait(f"{fact} === '2'")
     assert page.eval("document.querySelector('.strip') !== null")
+    # What was opened stays open, and has the focus.
+    page.wait(f"{rows} === 2")
+    assert page.eval(f"document.activeElement === {summary}")
+    assert page.errors == []
+
+
+def test_a_run_that_goes_on_after_a_while_is_followed(page, served):
+    run, url = served
+    page.look()
+    page.errors.clear()
+    page.open(url)
+    page.wait("document.querySelector('#live').textContent === ''")
+    # Another recorder writes to the folder.
+    later = Recorded(run.folder, writer="later")
+    later.time = time.time() - 5.0
+    later.step()
+    later.close()
+    page.wait("document.querySelector('#live').textContent === 'running'")
     assert page.errors == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import statistics
 from itertools import pairwise
@@ -19,10 +20,24 @@ from torchrl_sglang.viewer.page import (
     read_runs,
     self_contained,
 )
-from torchrl_sglang.viewer.run import Bar
+from torchrl_sglang.viewer.run import Bar, RunData
 from torchrl_sglang.viewer.timeline import in_flight, lanes, override, thin
 
 STEPS = 12
+
+DAMAGE = [
+    b"\n",
+    b'"',
+    b"{",
+    b"9",
+    b"-",
+    b"null",
+    b"\0",
+    b"\xff",
+    b"\\ud800",
+    b"[]",
+    b"1e999",
+]
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +173,21 @@ def test_groups_in_flight_are_those_that_run(written):
         assert count == len(runs)
 
 
+def test_many_groups_in_flight_keep_peaks_and_ends():
+    run = RunData(name="run", folder="run")
+    for burst in range(1000):
+        run.running += [(burst + 0.01 * place, 1) for place in range(16)]
+        run.running += [(burst + 0.5 + 0.01 * place, -1) for place in range(16)]
+    shown = in_flight(run)
+    assert len(shown) <= 600
+    assert {count for _, count in shown} >= {0, 16}
+    # All that ran was over before the next burst.
+    assert [count for time, count in shown if time % 1 > 0.645] == [0] * sum(
+        time % 1 > 0.645 for time, _ in shown
+    )
+    assert shown[-1][1] == 0
+
+
 def test_an_update_takes_the_place_of_what_was_polled():
     bars = [Bar(name="generating", began=0, ended=10)]
     update = [Bar(name="updating", began=4, ended=5)]
@@ -186,6 +216,62 @@ def test_two_runs_are_in_the_same_curves(tmp_path):
     assert [run["name"] for run in data["runs"]] == ["one", "two"]
     values = curve(data, "reward")["spec"]["data"]["values"]
     assert {point["run"] for point in values} == {"one", "two"}
+
+
+def test_metrics_have_curves_of_their_own(tmp_path):
+    """Whatever their names are, of runs that logged others, and many of them."""
+    names = [
+        ["Staleness", "batch/mine", "x"],
+        ["x", "reward/right", *map(str, range(250))],
+    ]
+    for place, logged in enumerate(names):
+        run = Recorded(tmp_path / str(place))
+        for rank, name in enumerate(["engine/responses", *logged]):
+            run.event("metrics", step=3, values={name: 10.0 * place + rank})
+        run.step()
+        run.close()
+    recordings = [Recording.open(tmp_path / str(place)) for place in range(2)]
+    data = page_data(read_runs(recordings), now=0.0)
+    ids = [each["id"] for each in data["curves"]]
+    assert len(set(ids)) == len(ids)
+    assert {p["line"] for p in curve(data, "staleness")["spec"]["data"]["values"]} == {
+        "0 updates"
+    }
+    of_title = {
+        each["title"]: each for each in data["curves"] if each["id"] != "staleness"
+    }
+    for name, values in {
+        "Staleness": {"0": 1.0},
+        "batch/mine": {"0": 2.0},
+        "x": {"0": 3.0, "1": 11.0},
+        "train/loss": {"0": 1.0, "1": 1.0},
+    }.items():
+        points = of_title[name]["spec"]["data"]["values"]
+        assert {point["run"]: point["y"] for point in points} == values
+    # The curve of rewards has it, and parts come after what was learned.
+    assert "reward/right" not in of_title
+    titles = list(of_title)
+    assert titles.index("train/loss") < titles.index("engine/responses")
+    notes = [" ".join(run["notes"]) for run in data["runs"]]
+    assert "metrics, at most 200 have curves" not in notes[0]
+    assert "metrics, at most 200 have curves" in notes[1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_damage_of_any_file_costs_what_it_hits_alone(tmp_path, seed):
+    written = write_run(tmp_path / "run", steps=4)
+    rng = random.Random(seed)
+    for path in sorted(written.folder.glob("*.jsonl")):
+        content = path.read_bytes()
+        for _ in range(20):
+            place = rng.randrange(len(content))
+            change = rng.choice(DAMAGE)
+            content = content[:place] + change + content[place + len(change) :]
+        path.write_bytes(content)
+    recording = Recording.open(written.folder)
+    data = json.loads(as_script(page_data(read_runs([recording]), now=0.0)))
+    assert data["runs"][0]["groups"]["total"] > 0
+    assert "<title>" in self_contained([recording], now=0.0)
 
 
 def test_texts_cannot_leave_their_place_in_the_page(tmp_path):

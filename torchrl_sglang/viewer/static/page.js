@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const POLL_MS = 2000, PAGE = 50;
+  const POLL_MS = 2000, QUIET_POLL_MS = 5000, MOST_TOKENS = 20000, PAGE = 50;
   const $ = (id) => document.getElementById(id);
   const dark = matchMedia("(prefers-color-scheme: dark)");
   // A page that a viewer serves has none in it, and asks for it.
@@ -76,10 +76,14 @@
     }
   }
 
-  function numbers(columns, rows, total) {
+  // Of a run that goes on, what was opened stays open.
+  const opened = new Set();
+
+  function numbers(key, columns, rows, total) {
     const body = make("div", { class: "numbers", tabindex: "0", role: "region", "aria-label": "numbers" });
     const details = make("details", {}, make("summary", {}, "Numbers"), body);
     details.addEventListener("toggle", () => {
+      opened[details.open ? "add" : "delete"](key);
       if (!details.open || body.firstChild) return;
       const table = make("table", {},
         make("thead", {}, make("tr", {}, ...columns.map((each) => make("th", { scope: "col" }, each)))),
@@ -87,6 +91,7 @@
       if (total > rows.length) body.append(make("p", { class: "note" }, `The last ${rows.length} of ${total} points.`));
       body.append(table);
     });
+    details.open = opened.has(key);
     return details;
   }
 
@@ -126,7 +131,9 @@
       box.append(make("p", { class: "sentence", "data-sentence": true }, run.sentence));
       for (const note of run.notes) box.append(make("p", { class: "note" }, note));
       if (run.failures.length) {
-        box.append(make("details", {}, make("summary", {}, `Errors of groups: the last ${run.failures.length}`),
+        const key = `errors of ${run.name}`;
+        box.append(make("details", { open: opened.has(key), ontoggle: (event) => opened[event.target.open ? "add" : "delete"](key) },
+          make("summary", {}, `Errors of groups: the last ${run.failures.length}`),
           ...run.failures.map((each) => make("p", { class: "note bad" }, each))));
       }
       if (run.timeline) {
@@ -139,10 +146,12 @@
   }
 
   function showCurves() {
+    const focused = document.activeElement?.closest?.("[data-curve]")?.dataset.curve;
     $("charts").replaceChildren(...data.curves.map((curve) => make("figure", { "data-curve": curve.id },
       make("figcaption", {}, make("h3", {}, curve.title), curve.about ? make("p", {}, curve.about) : null),
       chartBox(`curve-${curve.id}`, curve.spec),
-      numbers(curve.columns, curve.rows, curve.points))));
+      numbers(curve.title, curve.columns, curve.rows, curve.points))));
+    if (focused) $("charts").querySelector(`[data-curve="${focused}"] summary`)?.focus({ preventScroll: true });
     if (!data.curves.length) $("charts").append(make("p", { class: "note" }, "Nothing was recorded yet that a curve could show."));
   }
 
@@ -359,14 +368,17 @@
   function strip(turn) {
     const about = make("p", { class: "about", role: "status" });
     const pieces = turn.pieces.length ? turn.pieces : Array.from({ length: turn.count }, () => "\u25a1");
-    const spans = pieces.map((piece, place) => make("span", { class: classOf(turn, place, state.colour), "data-place": place },
-      piece.replaceAll("\n", "\u21b5\n")));
+    // A browser takes long for more.
+    const cut = pieces.length > MOST_TOKENS ? pieces.length - MOST_TOKENS : 0, half = MOST_TOKENS / 2;
+    const places = Array.from({ length: pieces.length - cut }, (_, place) => place < half || !cut ? place : place + cut);
+    const spans = places.map((place, at) => make("span", { class: classOf(turn, place, state.colour), "data-place": at },
+      (cut && at === half ? "\n...\n" : "") + pieces[place].replaceAll("\n", "\u21b5\n")));
     let here = -1;
     const go = (place) => {
       spans[here]?.classList.remove("here");
       here = Math.max(0, Math.min(place, spans.length - 1));
       spans[here].classList.add("here");
-      about.textContent = describe(turn, pieces, here);
+      about.textContent = describe(turn, pieces, places[here]);
     };
     const box = make("div", { class: "strip", tabindex: "0", role: "application",
       "aria-label": "Tokens of the response; arrow keys tell of each",
@@ -378,7 +390,7 @@
         if (event.key === "End") { event.preventDefault(); go(spans.length - 1); }
         spans[here]?.scrollIntoView({ block: "nearest" });
       } }, ...spans);
-    return [box, about];
+    return [box, about, cut ? make("p", { class: "note" }, `${cut.toLocaleString("en")} tokens in the middle are not shown.`) : null];
   }
 
   function describe(turn, pieces, place) {
@@ -394,7 +406,8 @@
   // A live run.
 
   async function follow() {
-    if (data.conversations || !data.runs.some((run) => run.live)) return;
+    // What the mouse is on stays, so that it can be read.
+    if (document.querySelector("#vg-tooltip-element.visible")) { setTimeout(follow, POLL_MS); return; }
     try {
       const answer = await fetch("data.json", { headers: { "If-None-Match": data.tag || "" } });
       if (answer.ok) {
@@ -403,7 +416,8 @@
         if (!$("tools").contains(document.activeElement)) showTools();
         if (!$("table").contains(document.activeElement)) showTable();
       }
-      setTimeout(follow, POLL_MS);
+      // A run that has ended may go on.
+      setTimeout(follow, data.runs.some((run) => run.live) ? POLL_MS : QUIET_POLL_MS);
     } catch (error) {
       $("live").textContent = "The viewer has ended; this is what it showed last.";
     }
