@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from script import print_row, read_options
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.cli.bench.models import SHAPES, start_engine
+from torchrl_sglang.cli.bench.measure import start_engine
 from torchrl_sglang.support.event_loop import run_sync
 
 CYCLE = 593
@@ -40,14 +40,13 @@ SPARE = 127
 def save_chain(folder: str) -> None:
     """Writes the model: one that says the next token of the last one's cycle."""
     size = SPARE + CYCLE * CHAINS
-    hidden, inner, layers, _, heads, kv_heads, _ = SHAPES["0.5b"]
     config = LlamaConfig(
         vocab_size=size,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
         max_position_embeddings=4096,
         tie_word_embeddings=False,
     )
