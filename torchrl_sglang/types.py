@@ -258,8 +258,7 @@ class HistoryDrafts:
     and drafts."""
     max_tokens: int = 1_000_000
     """Tokens of responses that are remembered, which should be those of an epoch. A
-    server takes some microseconds for each of them when it gets them, and some 300
-    bytes of the machine's memory."""
+    server takes about six microseconds for each of them when it gets them."""
     least_length: float = 2.0
     """Mean number of tokens of a pass below which drafts are switched off."""
 

@@ -106,11 +106,10 @@ class DraftFeed:
         try:
             decoded = await asyncio.to_thread(self._decode, texts)
             tokens = sum(map(len, texts)) + len(texts) - 1
-            await self._replace(decoded, tokens)
+            if await self._replace(decoded, tokens):
+                self._sent = tokens
         except Exception as error:  # noqa: BLE001 - A run never fails for its drafts.
             self._warn(f"{type(error).__name__}: {error}")
-        else:
-            self._sent = tokens
 
     def _decode(self, texts: list[list[int]]) -> list[str]:
         tokenizer = self._get_tokenizer()
@@ -121,31 +120,26 @@ class DraftFeed:
             for text in texts
         ]
 
-    async def _replace(self, texts: list[str], tokens: int) -> None:
-        """Gives each server texts, which have so many tokens here.
-
-        Raises:
-            SGLangError: if a server fails; the others have the texts.
-        """
+    async def _replace(self, texts: list[str], tokens: int) -> bool:
+        """Gives servers texts of so many tokens; returns whether one has them."""
         name = f"{PREFIX}{secrets.token_hex(8)}"
 
-        async def one(url: str) -> SGLangError | None:
+        async def one(url: str) -> bool:
             try:
                 (loaded,) = await self._control.add_draft_texts(name, texts, urls=[url])
                 await self._remove_others(name, url)
             except SGLangError as error:
-                return error
+                self._warn(f"{type(error).__name__}: {error}")
+                return False
             if abs(loaded - tokens) > MISREAD * tokens:
                 self._warn(
                     f"{url} reads {loaded:,} tokens in texts of {tokens:,}: its "
                     f"tokenizer encodes what this one decodes in another way, so that "
                     f"many drafts are wrong."
                 )
-            return None
+            return True
 
-        errors = await fan_out(one, list(self._control.urls))
-        for error in filter(None, errors):
-            raise error
+        return any(await fan_out(one, list(self._control.urls)))
 
     async def _remove_others(self, name: str, url: str) -> None:
         (held,) = await self._control.draft_texts(urls=[url])

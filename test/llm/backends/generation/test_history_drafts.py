@@ -133,6 +133,25 @@ def test_a_server_that_takes_nothing_costs_a_warning(corpora, told):
     assert engine.stats().drafts.sent_tokens == 0
 
 
+def test_one_server_that_takes_nothing_keeps_no_other_from_it(tiny_model_path, told):
+    with (
+        FakeServer(tiny_model_path, server_args=NGRAM) as one,
+        FakeServer(tiny_model_path, server_args=NGRAM) as other,
+    ):
+        first, second = Corpora(one), Corpora(other)
+        first.refuses = True
+        with AsyncSGLang.connect(
+            urls=[one.url, other.url], model=tiny_model_path, drafts="history"
+        ) as engine:
+            ask(engine)
+            ask(engine)
+            wait_until(lambda: engine.stats().drafts.sent_tokens == 4 * 12 + 3)
+    assert "no room" in told.text
+    assert first.held.keys() == {"torchrl_sglang-old", "mine"}
+    assert len(second.held) == 2
+    assert "torchrl_sglang-old" not in second.held
+
+
 def test_a_tokenizer_that_reads_something_else_is_told(corpora, told):
     engine, held = corpora
     held.misread = 20
