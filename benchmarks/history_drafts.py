@@ -130,7 +130,6 @@ def main() -> None:
     )
     room = {
         "max_running_requests": max(given.running),
-        "cuda_graph_max_bs": max(given.running),
         "max_total_tokens": max(given.running) * (given.tokens + 256),
     }
     with ExitStack() as stack:

@@ -289,6 +289,9 @@ traced in it."""
 TRACED_LOADER: Final = "torchrl_sglang_loader.load"
 """Name of the traced loader among the functions that a server can load weights with."""
 
+NGRAM_PLUGIN: Final = "torchrl_sglang_ngram"
+"""Plugin of servers with n-gram drafts, and the mark by which they tell of it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerArgs:
@@ -441,6 +444,9 @@ class ServerCapabilities:
     """
     takes_draft_texts: bool = False
     """The server takes drafts from texts that it is given."""
+    biased_drafts: bool = False
+    """The server's n-gram drafts let it sample token 0 too often at a temperature, as
+    SGLang's do without the plugin that :meth:`.AsyncSGLang.from_pretrained` adds."""
     selects_draft: bool = False
     """A weight update says whether it is for the served model, its draft or both."""
     spares_draft: bool = False

@@ -46,6 +46,7 @@ RUN_BY_SGLANG = {
     "backends/launch/cpu/launch.py",
     "backends/launch/loaders/torchrl_sglang_loader.py",
     "backends/launch/loaders/torchrl_sglang_delta.py",
+    "backends/launch/plugins/torchrl_sglang_ngram.py",
 }
 """Run in SGLang's own Python, where this package is not."""
 

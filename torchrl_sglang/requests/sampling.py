@@ -371,6 +371,7 @@ def _check_together(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> None:
     """Refuses values that are wrong together, or with what the servers were given."""
+    least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
     # Greedy sampling draws nothing.
     honoured = capabilities.uses_seeds or temperature_of(params, capabilities) == 0
     if "sampling_seed" in params and not honoured:
@@ -379,12 +380,21 @@ def _check_together(
             f"was started without enable_deterministic_inference=True. Start it with "
             f"that, leave the seed out, or sample with temperature=0."
         )
+    temperature = temperature_of(params, capabilities)
+    # The first token follows no draft.
+    if capabilities.biased_drafts and temperature != 0 and (most is None or most > 1):
+        raise UnsupportedByServerError(
+            f"temperature={temperature!r} would sample token 0 too often: SGLang's "
+            f"n-gram drafts (speculative_algorithm='NGRAM') fill places that have no "
+            f"draft with it. Start the servers with from_pretrained, or with this "
+            f"package's folder backends/launch/plugins on their PYTHONPATH, or sample "
+            f"with temperature=0."
+        )
     if params.get("top_k") == 0:
         raise ConfigurationError(
             "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
             "at least 1."
         )
-    least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
     if most is not None and least > most:
         raise ConfigurationError(
             f"min_new_tokens={least} is more than max_new_tokens={most}."

@@ -82,7 +82,8 @@ def test_tokens_that_arrive_through_collectors(engine, capsys):
     found = report["collectors"]
     # Whole groups of eight.
     assert found["turns"] == 8
-    assert {*found["clients"]} == {"raw_each", "raw", "functions", "environments"}
+    own = {"functions", "recorded", "environments"}
+    assert {*found["clients"]} == {"raw_each", "raw", *own}
     assert {*found["equal"]["clients"]} == {"raw_each", "raw", "collector"}
     for part, tokens in ((found, found["tokens"]), (found["equal"], None)):
         rows = part["clients"]
@@ -104,7 +105,7 @@ def test_tokens_that_arrive_while_weights_are_updated(restored_engine, mode, cap
     found = report["collectors"]
     assert found["pause_mode"] == mode
     assert "equal" not in found
-    for name in ("functions", "environments"):
+    for name in ("functions", "recorded", "environments"):
         assert found["clients"][name]["updates"] >= 1
         assert found["clients"][name]["tokens"] == found["tokens"]
 

@@ -23,6 +23,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
 )
 from torchrl_sglang.types import (
+    NGRAM_PLUGIN,
     TRACED_LOADER,
     DraftUpdate,
     ExpertShape,
@@ -330,6 +331,7 @@ def interpret(
         draft=_draft(server_info),
         takes_draft_texts=_takes_draft_texts(server_info)
         and "/add_external_corpus" in routes,
+        biased_drafts=_biased_drafts(server_info),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
         feeds_draft="selector" in begin_fields or _feeds_draft(server_info),
@@ -368,6 +370,17 @@ def _takes_draft_texts(server_info: Mapping[str, Any]) -> bool:
         and bool(server_info.get("speculative_ngram_external_sam_budget"))
         and not server_info.get("skip_tokenizer_init")
     )
+
+
+def _biased_drafts(server_info: Mapping[str, Any]) -> bool:
+    """Returns whether n-gram drafts change what is sampled at a temperature.
+
+    They do in SGLang, and do not where each scheduler has our plugin.
+    """
+    if str(server_info.get("speculative_algorithm")).upper() != "NGRAM":
+        return False
+    states = server_info.get("internal_states") or []
+    return not states or not all(state.get(NGRAM_PLUGIN) for state in states)
 
 
 def _feeds_draft(server_info: Mapping[str, Any]) -> bool:

@@ -34,6 +34,7 @@ from torchrl_sglang.backends.launch.gpus import (
     visible_devices,
 )
 from torchrl_sglang.backends.launch.loaders import loader_arguments, search_path
+from torchrl_sglang.backends.launch.plugins import plugin_path
 from torchrl_sglang.backends.launch.ports import PortLease, lease_port, ports_to_hold
 from torchrl_sglang.backends.launch.process import Command
 from torchrl_sglang.backends.launch.vllm_arguments import (
@@ -141,6 +142,7 @@ def make_server_command(
     variables |= SERVER_ENVIRONMENT | own | dict(environment or {})
     flags = find_flags(program[0], variables)
     path = search_path(arguments, variables.get("PYTHONPATH", ""))
+    path = plugin_path(arguments, path)
     if path:
         variables["PYTHONPATH"] = path
     check_names({**arguments, **secrets}, flags)

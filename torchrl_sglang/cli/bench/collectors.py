@@ -12,9 +12,12 @@ import itertools
 import math
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +34,7 @@ from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.errors import CollectionTimeoutError
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.types import Completion, PauseMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -137,8 +141,9 @@ def measure_collectors(
 
     ``clients``, on responses whose lengths are :func:`.long_tailed`: raw clients with
     one HTTP request for each prompt (``raw_each``) or for all (``raw``), and
-    :class:`~torchrl_sglang.AsyncLLMCollector` with plain ``functions`` or a factory of
-    ``environments`` (``ChatEnv``). ``equal``, on responses of the same length: raw
+    :class:`~torchrl_sglang.AsyncLLMCollector` with plain ``functions``, the same with a
+    :class:`.RunRecorder` (``recorded``), or a factory of ``environments``
+    (``ChatEnv``). ``equal``, on responses of the same length: raw
     clients, and :class:`~torchrl_sglang.SGLangLLMCollector` with ``ChatEnv``. After its
     first round only the best raw client goes on. With ``update_every``, in seconds,
     weights are updated in this mode while the collectors collect, and ``equal`` is left
@@ -222,9 +227,11 @@ class _Bench:
         self, in_flight: int, update_every: float | None
     ) -> dict[str, Client]:
         """Returns asynchronous collectors of plain functions and of environments."""
+        make = partial(self._async_client, in_flight, update_every)
         return {
-            name: self._async_client(in_flight, update_every, environments=environments)
-            for name, environments in (("functions", False), ("environments", True))
+            "functions": make(),
+            "recorded": make(recorded=True),
+            "environments": make(environments=True),
         }
 
     def sync_clients(self, size: int, length: int) -> dict[str, Client]:
@@ -242,7 +249,12 @@ class _Bench:
         return {"collector": generation.in_thread(collect)}
 
     def _async_client(
-        self, in_flight: int, update_every: float | None, *, environments: bool
+        self,
+        in_flight: int,
+        update_every: float | None,
+        *,
+        environments: bool = False,
+        recorded: bool = False,
     ) -> Client:
         schemes = None if update_every is None else {"policy": self._get_scheme()}
 
@@ -264,21 +276,28 @@ class _Bench:
                         envs.pop() if envs else make_env(self._engine.get_tokenizer())
                     )
                 }
-            collector = AsyncLLMCollector(
-                **way,
-                policy=policy,
-                prompts=[{"query": query} for query in work.queries],
-                group_size=GROUP_SIZE,
-                groups_per_batch=len(work.queries),
-                total_groups=len(work.queries),
-                max_staleness=MAX_STALENESS,
-                # Everything arrives, however often weights are updated.
-                on_stale="mask",
-                max_in_flight=in_flight,
-                replay_buffer=buffer,
-                weight_sync_schemes=schemes,
-            )
-            with collector:
+            with ExitStack() as stack:
+                recorder = None
+                if recorded:
+                    folder = tempfile.TemporaryDirectory(prefix="torchrl_sglang_bench_")
+                    recorder = RunRecorder(f"{stack.enter_context(folder)}/run")
+                    stack.enter_context(recorder)
+                collector = AsyncLLMCollector(
+                    **way,
+                    policy=policy,
+                    prompts=[{"query": query} for query in work.queries],
+                    group_size=GROUP_SIZE,
+                    groups_per_batch=len(work.queries),
+                    total_groups=len(work.queries),
+                    max_staleness=MAX_STALENESS,
+                    # Everything arrives, however often weights are updated.
+                    on_stale="mask",
+                    max_in_flight=in_flight,
+                    replay_buffer=buffer,
+                    weight_sync_schemes=schemes,
+                    recorder=recorder,
+                )
+                stack.enter_context(collector)
                 clock = Clock()
                 collector.start()
                 fill(collector, buffer, turns, update_every)

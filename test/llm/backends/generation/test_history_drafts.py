@@ -25,10 +25,12 @@ from torchrl_sglang.backends.launch.history_drafts import (
     to_history_drafts,
 )
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.types import NGRAM_PLUGIN
 
 NGRAM = {
     "speculative_algorithm": "NGRAM",
     "speculative_ngram_external_sam_budget": 7,
+    "internal_states": [{NGRAM_PLUGIN: True}],
 }
 PROMPTS = [[5, 6, 7, first] for first in range(20, 24)]
 
