@@ -57,6 +57,8 @@ def test_an_epoch_is_drafted_from_the_one_before(history_engine, gpu_engine):
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "disk"])
 def test_weights_change_below_the_texts(history_engine, transport, tmp_path):
+    if transport == "disk" and not history_engine.capabilities.selects_draft:
+        pytest.skip("this SGLang ends when it is to load files")
     options = {"directory": tmp_path} if transport == "disk" else {}
     for seed in (1, 0):
         model = chain_model(seed)

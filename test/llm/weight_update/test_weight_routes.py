@@ -10,6 +10,7 @@ from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.types import NGRAM_PLUGIN
 
 EAGLE = {
     "speculative_algorithm": "EAGLE3",
@@ -20,7 +21,11 @@ MTP = {**EAGLE, "speculative_draft_model_path": "some/model"}
 OWN_MTP = {**EAGLE, "speculative_draft_model_path": None}
 STANDALONE = {**EAGLE, "speculative_algorithm": "STANDALONE"}
 LAYERS = {**MTP, "speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}
-NGRAM = {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}
+NGRAM = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_draft_model_path": None,
+    "internal_states": [{NGRAM_PLUGIN: True}],
+}
 
 
 @pytest.fixture
@@ -164,6 +169,7 @@ CHANGES = ("/pause_generation", "/begin_weight_update", "/update_weights_from_di
         (MTP, False, "broadcast", "auto", "cuda_ipc"),
         (STANDALONE, False, "cuda_ipc", "update", "Use transport='disk'"),
         (LAYERS, False, "cuda_ipc", "auto", "ends when it is given tensors"),
+        (NGRAM, False, "disk", "auto", "ends when it is to load files"),
         ({"quantization": "fp8"}, True, "cuda_ipc", "auto", "'fp8'"),
         ({"quantization": "fp8"}, True, "disk", "auto", "'fp8'"),
         ({"quantization": "fp8"}, True, "broadcast", "auto", "'fp8'"),

@@ -54,6 +54,7 @@ def check_draft(
                 "draft='update' is for servers with a draft model, and these have "
                 "none. Nothing was sent. Leave draft out."
             )
+        _check_ngram(capabilities, route)
         return
     both = updates_draft(capabilities, draft)
     if route == "disk" and not both:
@@ -85,4 +86,15 @@ def check_draft(
             f"The draft model is to keep its weights (draft={draft!r}), and SGLang "
             f"{capabilities.version} gives tensors to both models: they would "
             f"overwrite the draft. Nothing was sent. Use transport='broadcast'."
+        )
+
+
+def _check_ngram(capabilities: ServerCapabilities, route: WeightRoute) -> None:
+    algorithm = str(capabilities.server_args.get("speculative_algorithm")).upper()
+    if algorithm == "NGRAM" and route == "disk" and not capabilities.selects_draft:
+        raise UnsupportedByServerError(
+            f"SGLang {capabilities.version} ends when it is to load files while it "
+            f"drafts by n-grams (speculative_algorithm='NGRAM'). Nothing was sent. Use "
+            f"transport='broadcast' or 'cuda_ipc', a newer SGLang, or no speculative "
+            f"decoding."
         )
