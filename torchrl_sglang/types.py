@@ -259,8 +259,9 @@ class HistoryDrafts:
     max_tokens: int = 1_000_000
     """Tokens of responses that are remembered, which should be those of an epoch. A
     server takes about six microseconds for each of them when it gets them."""
-    least_length: float = 2.0
-    """Mean number of tokens of a pass below which drafts are switched off."""
+    least_length: float = 3.0
+    """Mean number of tokens of a pass below which drafts are switched off. Measured
+    were 2.0 to 3.2 for a model of 0.5B at 8 running responses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

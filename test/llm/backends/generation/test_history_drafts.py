@@ -172,7 +172,7 @@ def test_drafts_that_do_not_pay_are_switched_off(corpora, told):
     stats = engine.stats().drafts
     assert not stats.on
     assert stats.accepted_length == 52 / 2600
-    assert "gives 0.02 tokens, and from 2.0 on they pay" in told.text
+    assert "gives 0.02 tokens, and from 3.0 on they pay" in told.text
     wait_until(lambda: held.held.keys() == {"mine"})
     added = held.added
     ask(engine)
