@@ -337,6 +337,10 @@ class ServerArgs:
     """Whether it has metrics for Prometheus."""
     enable_trace: bool = False
     """Whether it continues the traces of its clients."""
+    speculative_accept_threshold_single: float = 1.0
+    """Less than 1: it accepts drafts of at least this probability."""
+    speculative_accept_threshold_acc: float = 1.0
+    """Less than 1: it accepts drafts that much more often than the model says."""
     sampling_mask_max_tokens: int | None = None
     """Most tokens of a sampling support that it reports."""
     enable_priority_scheduling: bool = False
@@ -437,6 +441,8 @@ class ServerCapabilities:
     """Identifies the latest start of the server; empty if unknown."""
     uses_seeds: bool = False
     """A request's seed decides its tokens; other servers ignore it."""
+    speculates: bool = False
+    """The server drafts tokens and verifies several in one pass."""
     streams_deltas: bool = False
     """Events of a stream hold new tokens only, not the response so far."""
     draft: Literal["separate", "same"] | None = None

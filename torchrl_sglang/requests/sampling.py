@@ -15,6 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.requests.speculation import check_speculation
 from torchrl_sglang.support.checks import nearest, to_python
 from torchrl_sglang.types import ServerCapabilities
 
@@ -372,24 +373,17 @@ def _check_together(
 ) -> None:
     """Refuses values that are wrong together, or with what the servers were given."""
     least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
+    temperature = temperature_of(params, capabilities)
     # Greedy sampling draws nothing.
-    honoured = capabilities.uses_seeds or temperature_of(params, capabilities) == 0
+    honoured = capabilities.uses_seeds or temperature == 0
     if "sampling_seed" in params and not honoured:
         raise UnsupportedByServerError(
             f"sampling_seed={params['sampling_seed']!r} would be ignored: the server "
-            f"was started without enable_deterministic_inference=True. Start it with "
-            f"that, leave the seed out, or sample with temperature=0."
+            f"was started without enable_deterministic_inference=True, or drafts "
+            f"tokens. Start it with that and without speculative decoding, leave the "
+            f"seed out, or sample with temperature=0."
         )
-    temperature = temperature_of(params, capabilities)
-    # The first token follows no draft.
-    if capabilities.biased_drafts and temperature != 0 and (most is None or most > 1):
-        raise UnsupportedByServerError(
-            f"temperature={temperature!r} would sample token 0 too often: SGLang's "
-            f"n-gram drafts (speculative_algorithm='NGRAM') fill places that have no "
-            f"draft with it. Start the servers with from_pretrained, or with this "
-            f"package's folder backends/launch/plugins on their PYTHONPATH, or sample "
-            f"with temperature=0."
-        )
+    check_speculation(params, temperature, capabilities)
     if params.get("top_k") == 0:
         raise ConfigurationError(
             "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "

@@ -324,8 +324,12 @@ def interpret(
         keeps_weights=has("enable_weights_cpu_backup"),
         tells_paused="/ready" in routes,
         start_id=start_id(server_info),
-        # Training on policy switches deterministic inference on.
-        uses_seeds=has("enable_deterministic_inference", "rl_on_policy_target"),
+        # Training on policy switches deterministic inference on. Where drafts are
+        # verified, older servers ignore seeds, and what drafts there are depends on
+        # other requests.
+        uses_seeds=has("enable_deterministic_inference", "rl_on_policy_target")
+        and not has("speculative_algorithm"),
+        speculates=has("speculative_algorithm"),
         # The second is its name in older versions.
         streams_deltas=has("incremental_streaming_output", "stream_output"),
         draft=_draft(server_info),

@@ -96,18 +96,7 @@ def make_server_command(
             f"'cuda' or 'cpu'."
         )
     deterministic = bool(to_python(arguments.get("enable_deterministic_inference")))
-    if device == "cpu" and deterministic:
-        raise ConfigurationError(
-            "deterministic=True (enable_deterministic_inference) is for servers on "
-            "GPUs: SGLang's kernels for CPUs have no such mode, and ignore seeds. "
-            "Start the servers with device='cuda', or leave it out."
-        )
-    if device == "cpu" and arguments.get("speculative_algorithm") == "NGRAM":
-        raise ConfigurationError(
-            "drafts='history' (speculative_algorithm='NGRAM') is for servers on NVIDIA "
-            "GPUs: SGLang's kernels for CPUs verify no such drafts. Start the servers "
-            "with device='cuda', or leave it out."
-        )
+    _check_modes(device, deterministic, arguments.get("speculative_algorithm"))
     if deterministic:
         # What a step of decoding leaves in the cache is not, to the bit, what a prefill
         # computes, and how much of a prefix is found there depends on timing.
@@ -162,6 +151,28 @@ def make_server_command(
         # listens, and each flush would look through its heap, for half a second.
         when_ready="/freeze_gc" if device == "cpu" else None,
     )
+
+
+def _check_modes(device: str, deterministic: bool, drafts: Any) -> None:
+    """Refuses what SGLang cannot do there, or together."""
+    if device == "cpu" and deterministic:
+        raise ConfigurationError(
+            "deterministic=True (enable_deterministic_inference) is for servers on "
+            "GPUs: SGLang's kernels for CPUs have no such mode, and ignore seeds. "
+            "Start the servers with device='cuda', or leave it out."
+        )
+    if deterministic and drafts is not None:
+        raise ConfigurationError(
+            f"deterministic=True (enable_deterministic_inference) does not go with "
+            f"speculative_algorithm={drafts!r}: what is drafted depends on other "
+            f"requests, and tokens on what is drafted. Leave one of the two out."
+        )
+    if device == "cpu" and drafts == "NGRAM":
+        raise ConfigurationError(
+            "drafts='history' (speculative_algorithm='NGRAM') is for servers on NVIDIA "
+            "GPUs: SGLang's kernels for CPUs verify no such drafts. Start the servers "
+            "with device='cuda', or leave it out."
+        )
 
 
 def _check_local_model(model: str | os.PathLike[str]) -> None:
