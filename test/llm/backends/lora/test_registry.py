@@ -253,7 +253,7 @@ def test_an_unload_waits_for_its_requests(lora_engine, peft_models):
     model = peft_models.make(16)
     load(lora_engine, "policy", model)
     with ThreadPoolExecutor() as pool:
-        begun = pool.submit(ask, lora_engine, "policy", max_new_tokens=LONG)
+        begun = pool.submit(ask, lora_engine, "policy", max_new_tokens=1000)
         wait_for(lambda: running(lora_engine) == 1)
         with pytest.raises(ServerTimeoutError, match="1 requests used .*'policy'"):
             lora_engine.unload_adapter("policy", timeout=0.1)
