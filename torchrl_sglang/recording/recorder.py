@@ -20,6 +20,7 @@ from torchrl_sglang.recording.format import Bounds, pack, write_manifest
 from torchrl_sglang.recording.poll import ServerPoll
 from torchrl_sglang.recording.records import (
     GroupRecord,
+    Scores,
     mismatch_of,
     row_key,
     summary_of,
@@ -206,7 +207,18 @@ class RunRecorder:
         """
         if parts:
             cost = 1 + sum(known.numel() for _, known in parts)
-            self._writer.put(partial(_write_scored, parts, time.time()), cost)
+            make = partial(scores_of, parts)
+            self._writer.put(partial(_write_scored, make, time.time()), cost)
+
+    def scored_elsewhere(self, scores: Scores | Exception) -> None:
+        """Records what :func:`scores_of` returned, or raised, in another process."""
+        if isinstance(scores, Exception):
+            reason = f"the log-probs of another rank are not known, {scores}"
+            self._writer.lose("scores", reason)
+        elif scores.rows:
+            cost = 1 + sum(len(packed) for packed in scores.log_probs.values()) // 4
+            write = partial(_write_scored, lambda: scores, time.time())
+            self._writer.put(write, cost)
 
     def watch(self, engine: Any) -> None:
         """Records what the servers of an engine do, until :meth:`close`."""
@@ -350,8 +362,8 @@ def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> No
     files.append("events", event)
 
 
-def _write_scored(parts: Any, now: float, files: Files) -> None:
-    """Writes the trainer's log-probs of rows, and how far the engine's are."""
+def scores_of(parts: Sequence[tuple[Any, Any]]) -> Scores:
+    """Returns what is recorded of the arguments of :meth:`RunRecorder.scored`."""
     rows, scores = [], {}
     for part, known in parts:
         for row, own in zip(part.unbind(0), known.float().cpu().numpy(), strict=True):
@@ -360,8 +372,14 @@ def _write_scored(parts: Any, now: float, files: Files) -> None:
             trainer = own[-length:]
             rows.append({"key": key, **mismatch_of(trainer, engine)})
             scores[key] = pack(trainer, "f4")
-    place = files.append("texts", {"scores": scores})
-    event = {"kind": "scored", "time": now, "rows": rows}
+    return Scores(rows=rows, log_probs=scores)
+
+
+def _write_scored(make: Callable[[], Scores], now: float, files: Files) -> None:
+    """Writes the trainer's log-probs of rows, and how far the engine's are."""
+    scores = make()
+    place = files.append("texts", {"scores": scores.log_probs})
+    event = {"kind": "scored", "time": now, "rows": scores.rows}
     event["scores"] = [place.file, place.offset, place.length]
     files.append("events", event)
 

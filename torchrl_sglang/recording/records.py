@@ -90,6 +90,15 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     responses: Sequence[ResponseRecord]
 
 
+class Scores(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """The log-probs that a trainer has of tokens."""
+
+    rows: Sequence[Mapping[str, Any]]
+    """Of each row its ``key``, and what :func:`mismatch_of` returns."""
+    log_probs: Mapping[str, bytes]
+    """Those of the response of each row, as :func:`.pack` returns them, by key."""
+
+
 def row_key(token_ids: Any) -> str:
     """Returns what identifies a row of a batch: a digest of all of its tokens.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -39,6 +40,10 @@ class LineStream:
     most_bytes: int
     removed: list[str] = field(default_factory=list)
     """Files that made room, since somebody asked."""
+    unwritten: int = 0
+    """Lines that were taken and did not reach the disk, since somebody asked."""
+    _ends: list[int] = field(default_factory=list)
+    """Of the lines that are not known to be in the file."""
     _file: BinaryIO | None = None
     _file_name: str = ""
     _number: int = 0
@@ -57,9 +62,10 @@ class LineStream:
         try:
             self._file.write(line)
         except OSError:
-            self.close()
+            self._fail()
             raise
         self._size += len(line)
+        self._ends.append(self._size)
         return place
 
     def flush(self) -> None:
@@ -72,8 +78,9 @@ class LineStream:
             try:
                 self._file.flush()
             except OSError:
-                self.close()
+                self._fail()
                 raise
+            self._ends.clear()
             if not os.fstat(self._file.fileno()).st_nlink:
                 # It made room for a file of another process.
                 self.close()
@@ -85,8 +92,25 @@ class LineStream:
             try:
                 file.close()
             except OSError:
-                # What was buffered is lost, which the failed write has told.
-                return
+                self._count()
+        self._ends.clear()
+
+    def _fail(self) -> None:
+        """Ends a file that cannot be written; what is not in it is lost."""
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError):
+                # It tries once more.
+                file.close()
+        self._count()
+
+    def _count(self) -> None:
+        ends, self._ends = self._ends, []
+        try:
+            size = (self.folder / self._file_name).stat().st_size
+        except OSError:
+            size = 0
+        self.unwritten += sum(end > size for end in ends)
 
     @property
     def _most_of_file(self) -> int:

@@ -81,6 +81,13 @@ class Files:
             self._streams["events"].append(to_line(event))
         return place
 
+    def take_unwritten(self) -> int:
+        """Returns how many lines did not reach the disk, after they were appended."""
+        found = 0
+        for stream in self._streams.values():
+            found, stream.unwritten = found + stream.unwritten, 0
+        return found
+
     def flush(self) -> None:
         """Hands everything to the system."""
         for stream in self._streams.values():
@@ -186,6 +193,7 @@ class RecordWriter:
                 self._attempt(job)
             self._attempt(self._flush, counts=False)
         self._files.close()
+        self.lost += self._files.take_unwritten()
 
     def _flush(self, files: Files) -> None:
         if self.lost > self._told:
@@ -203,7 +211,7 @@ class RecordWriter:
         try:
             job(self._files)
         except OSError as error:
-            self.lost += counts
+            self.lost += counts + self._files.take_unwritten()
             self._not_before = time.monotonic() + RETRY_SECONDS
             self._warn("disk", f"{error}")
         except Exception as error:  # noqa: BLE001 - A run never fails for its record.

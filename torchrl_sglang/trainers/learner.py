@@ -49,6 +49,7 @@ from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
 from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
+from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import describe_rows
 
@@ -152,7 +153,7 @@ class Learner:
         self.optimizer = optimizer
         self.schedule = schedule
         self.ranks = ranks or TrainerRanks()
-        self.recorder = recorder
+        self.recorder: RunRecorder | RankScores | None = recorder
         self.skipped = 0
         self.steps = 0
         self._correct = correct

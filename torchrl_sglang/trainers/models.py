@@ -80,9 +80,9 @@ def load_model(
         found = _add_adapter(found, lora)
     found.eval()
     if gradient_checkpointing:
-        found.gradient_checkpointing_enable(
-            gradient_checkpointing_kwargs={"use_reentrant": False}
-        )
+        # Earlier releases of transformers have it under the second name alone.
+        enable = getattr(found, "activation_checkpointing_enable", None)
+        (enable or found.gradient_checkpointing_enable)({"use_reentrant": False})
         if lora is not None:
             # Otherwise nothing that is checkpointed has a gradient.
             found.enable_input_require_grads()

@@ -81,6 +81,15 @@ class TrainerRanks:
             dist.all_gather_object(values, value, group=self.control)
         return values
 
+    def gather_first(self, value: T) -> list[T]:
+        """Returns the values of all ranks on the first one, and none on the others."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size if self.is_first else []
+        into = values if self.is_first else None
+        dist.gather_object(value, into, group_dst=0, group=self.control)
+        return values
+
     def first(self, call: Callable[[], T]) -> T:
         """Returns what a call on the first rank returns or raises, on all of them.
 

@@ -38,6 +38,7 @@ from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.loggers import LoggerCalls, end_logger
 from torchrl_sglang.trainers.models import load_tokenizer, save_model
 from torchrl_sglang.trainers.progress import StepProgress, find_mode, tell
+from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
 from torchrl_sglang.trainers.records import Records
 from torchrl_sglang.trainers.released_memory import ReleasedMemory, gpu_memory
@@ -189,7 +190,7 @@ class Run:
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
         self.learner = self._training.make_learner(self.model, tokenizer, self.ranks)
-        self.learner.recorder = self.recorder
+        self.learner.recorder = self._recorder_of_scores()
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **self._weight_sync
         )
@@ -235,6 +236,14 @@ class Run:
         self.recorder = self._records.open_recorder()
         if self.recorder is not None and self._records.recorder is True:
             stack.callback(self.recorder.close)
+
+    def _recorder_of_scores(self) -> RunRecorder | RankScores | None:
+        """Returns what the learner of this rank tells of its log-probs."""
+        if self.ranks.size == 1:
+            return self.recorder
+        if not self.ranks.share(self.recorder is not None):
+            return None
+        return RankScores(recorder=self.recorder, ranks=self.ranks)
 
     def _make_collector(self) -> None:
         if self.ranks.size == 1:

@@ -16,6 +16,10 @@ it, and at most ten."""
 SMALL, LARGE = 0.1, 0.25
 """Shares of the time that are not worth a word, and that are a loss."""
 
+LEAST_ANSWERS = 20
+"""Answers of servers that tell how much of the time they generate: each is of a moment,
+and steps may be as long as the interval between two."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
@@ -61,6 +65,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
         return min(sum(parts) / span, 1.0)
 
     idle = [share(lane, "idle", "paused", "updating", "sleeping") for lane in servers]
+    answers = sum(event["time"] >= since for event in run.engine)
     last = run.engine[-1]["servers"] if run.engine else []
     running = sum(number(each.get("running")) or 0.0 for each in last)
     waiting = sum(number(each.get("queued")) or 0.0 for each in last)
@@ -74,7 +79,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
         training=share(trainer, "training"),
         sending=share(trainer, "sending"),
         saving=share(trainer, "saving", "evaluating"),
-        idle=sum(idle) / len(idle) if idle else None,
+        idle=sum(idle) / len(idle) if idle and answers >= LEAST_ANSWERS else None,
         queued=waiting / running if running else 0.0,
         environment=conversations > 0 and generating < conversations / 2,
         down=", ".join(
@@ -153,6 +158,7 @@ def _of_both(found: Figures, shares: str) -> str:
     idle = (
         "" if found.idle is None else f", and servers do not generate {found.idle:.0%}"
     )
+    fewer = "" if found.idle is None else "; fewer servers would do"
     both = found.idle is not None and min(found.waiting, found.idle) >= LARGE
     if both and found.max_staleness == 0:
         return (
@@ -167,7 +173,7 @@ def _of_both(found: Figures, shares: str) -> str:
     if found.waiting <= max(SMALL, found.idle or 0.0):
         return (
             f"Training bounds the run: {shares}{idle}. Give the trainer more GPUs or "
-            f"larger passes (max_tokens_per_pass); fewer servers would do."
+            f"larger passes (max_tokens_per_pass){fewer}."
         )
     if found.queued > 1 / 2:
         return (

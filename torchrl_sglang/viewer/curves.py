@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,20 @@ class Curve:
     """Whether lines add up, as bars."""
     percent: bool = False
     """Whether values are shares."""
+
+    @property
+    def is_metric(self) -> bool:
+        """Whether it is of a metric that has no place of its own."""
+        return self.id.startswith("metric-")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is of a metric that has the same value in all steps."""
+        if not self.is_metric or len({point["x"] for point in self.points}) < 2:
+            return False
+        values = [point["y"] for point in self.points]
+        # Means of equal numbers differ in their last digit.
+        return math.isclose(min(values), max(values), rel_tol=1e-9)
 
 
 def curves_of(run: RunData) -> list[Curve]:
@@ -275,6 +290,7 @@ def _sample_size(run: RunData) -> Curve:
         about="Share of the responses that count, by their importance weights.",
         x="step",
         y="share",
+        percent=True,
         points=[point for name in names for point in _metric(run, name)],
     )
 

@@ -63,11 +63,14 @@ def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
 def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
     """Returns all that a page shows, but for the conversations of groups."""
     with uncollected():
+        merged = merge(runs)
+        same = [curve for curve in merged if curve.is_constant]
         return {
             "title": title_of([run.name for run in runs]),
             "filters": [[name, *words] for name, words in FILTERS.items()],
             "runs": [_run(run, now) for run in runs],
-            "curves": [_curve(curve) for curve in merge(runs)],
+            "curves": [_curve(curve) for curve in merged if not curve.is_constant],
+            "constants": [[curve.title, curve.points[-1]["y"]] for curve in same],
         }
 
 
@@ -128,7 +131,7 @@ def merge(runs: Sequence[RunData]) -> list[Curve]:
     found: dict[tuple[str, str], Curve] = {}
     for run in runs:
         for curve in curves_of(run):
-            is_metric = curve.id.startswith("metric-")
+            is_metric = curve.is_metric
             # Metrics have other numbers in another run, and any name.
             key = ("metric", curve.title) if is_metric else ("", curve.id)
             points = [{**point, "run": run.name} for point in curve.points]

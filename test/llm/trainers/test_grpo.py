@@ -27,12 +27,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
 from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.released_memory import ReleasedMemory
 from torchrl_sglang.trainers.report import PhaseClock
 from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
+from torchrl_sglang.viewer.groups import conversations_of
+from torchrl_sglang.viewer.page import read_runs
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -517,6 +520,17 @@ def test_ranks_of_torchrun_and_another_number_afterwards(
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
     assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
+    # The log-probs of both ranks' shares are recorded.
+    recording = Recording.open(tmp_path / "run")
+    (seen,) = read_runs([recording])
+    turns = [
+        turn
+        for group in seen.groups
+        for response in conversations_of(recording, group)["responses"]
+        for turn in response["turns"]
+    ]
+    assert len(turns) == 48
+    assert all(len(turn["trainer"]) == turn["count"] for turn in turns)
     printed = run_ranks(PROGRAM, *arguments, 6, ranks=1, folder=tmp_path)
     assert "goes on after step 3" in printed
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from helpers.recorded_runs import write_run
 
-from torchrl_sglang.viewer.advice import Figures, advise
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.viewer.advice import LEAST_ANSWERS, Figures, advise, figures_of
+from torchrl_sglang.viewer.page import read_runs
+from torchrl_sglang.viewer.timeline import lanes
 
 BALANCED = Figures(
     waiting=0.05,
@@ -55,6 +59,18 @@ def test_what_bounds_a_run(change, bound, remedy):
 
 def test_nothing_is_said_of_what_is_not_known():
     assert "not known yet" in advise(None)
+
+
+@pytest.mark.parametrize(("steps", "known"), [(2, False), (8, True)])
+def test_few_answers_of_servers_do_not_tell_how_idle_they_are(tmp_path, steps, known):
+    """Each is of a moment: three of them may all be of weight updates."""
+    write_run(tmp_path, steps=steps)
+    (data,) = read_runs([Recording.open(tmp_path)])
+    assert (len(data.engine) >= LEAST_ANSWERS) == known
+    found = figures_of(data, lanes(data))
+    assert (found.idle is not None) == known
+    said = advise(replace(BALANCED, idle=found.idle))
+    assert ("fewer servers" in said, "do not generate" in said) == (known, known)
 
 
 def test_a_loop_that_tells_of_no_phases_is_told_how_to():

@@ -257,6 +257,21 @@ def test_metrics_have_curves_of_their_own(tmp_path):
     assert "metrics, at most 200 have curves" in notes[1]
 
 
+def test_metrics_that_stay_the_same_are_in_one_table(tmp_path):
+    run = Recorded(tmp_path)
+    for step in range(900):
+        values = {"lr": 1e-5 / 3, "grown": 1.0 + (step == 899), "failures": 0}
+        run.event("metrics", step=step, values=values)
+    run.event("metrics", step=3, values={"once": 7.0})
+    run.step()
+    run.close()
+    data = page_data(read_runs([Recording.open(tmp_path)]), now=0.0)
+    assert dict(data["constants"]) == {"lr": pytest.approx(1e-5 / 3), "failures": 0}
+    titles = [each["title"] for each in data["curves"]]
+    assert {"grown", "once"} <= set(titles)
+    assert not {"lr", "failures"} & set(titles)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_damage_of_any_file_costs_what_it_hits_alone(tmp_path, seed):
     written = write_run(tmp_path / "run", steps=4)

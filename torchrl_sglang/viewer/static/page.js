@@ -45,7 +45,8 @@
       axis: { labelColor: soft, titleColor: soft, gridColor: line, domainColor: line, tickColor: line,
         labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal" },
       axisX: { grid: false }, axisY: { domain: false, ticks: false },
-      legend: { labelColor: text, titleColor: text, labelFontSize: 11, symbolStrokeWidth: 2, labelLimit: 220 },
+      legend: { labelColor: text, titleColor: text, labelFontSize: 11, symbolStrokeWidth: 2, labelLimit: 220,
+        layout: { bottom: { anchor: "start", direction: "vertical" } } },
       range: { category: COLOURS[name] },
       title: { color: soft, fontSize: 11, fontWeight: "normal" },
       line: { strokeWidth: 1.8 }, point: { size: 22 }, area: { color: COLOURS[name][0] },
@@ -79,9 +80,9 @@
   // Of a run that goes on, what was opened stays open.
   const opened = new Set();
 
-  function numbers(key, columns, rows, total) {
+  function numbers(key, columns, rows, total, title = "Numbers") {
     const body = make("div", { class: "numbers", tabindex: "0", role: "region", "aria-label": "numbers" });
-    const details = make("details", {}, make("summary", {}, "Numbers"), body);
+    const details = make("details", {}, make("summary", {}, title), body);
     details.addEventListener("toggle", () => {
       opened[details.open ? "add" : "delete"](key);
       if (!details.open || body.firstChild) return;
@@ -151,8 +152,12 @@
       make("figcaption", {}, make("h3", {}, curve.title), curve.about ? make("p", {}, curve.about) : null),
       chartBox(`curve-${curve.id}`, curve.spec),
       numbers(curve.title, curve.columns, curve.rows, curve.points))));
+    if (data.constants.length) {
+      $("charts").append(make("figure", { "data-curve": "constants", class: "wide" },
+        numbers("constants", ["metric", "value"], data.constants, data.constants.length, `Metrics that stayed the same: ${data.constants.length}`)));
+    }
     if (focused) $("charts").querySelector(`[data-curve="${focused}"] summary`)?.focus({ preventScroll: true });
-    if (!data.curves.length) $("charts").append(make("p", { class: "note" }, "Nothing was recorded yet that a curve could show."));
+    if (!data.curves.length && !data.constants.length) $("charts").append(make("p", { class: "note" }, "Nothing was recorded yet that a curve could show."));
   }
 
   // The table of groups.

@@ -157,7 +157,9 @@ def join(
     ranks = {rank: rank for rank in range(world_size)}
     distributed_c10d._world.pg_group_ranks[group] = ranks
     seconds = NCCL_SECONDS if backend == "nccl" else send_timeout
-    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), group)
+    # PyTorch before 2.15 has it under another name.
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(datetime.timedelta(seconds=seconds), group)
     return group
 
 

@@ -1,0 +1,41 @@
+"""The log-probs that all ranks of a trainer have, for the first one's recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchrl_sglang.recording.recorder import RunRecorder, scores_of
+from torchrl_sglang.recording.records import Scores
+from torchrl_sglang.trainers.ranks import TrainerRanks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankScores:
+    """Is told of log-probs in place of a recorder, by the learner of each rank.
+
+    Only the first rank writes, so that the bound on the recording, and the order of
+    what is in it, are those of one process.
+    """
+
+    recorder: RunRecorder | None
+    """The first rank's; ``None`` on the others."""
+    ranks: TrainerRanks
+
+    def scored(self, parts: Sequence[tuple[Any, Any]]) -> None:
+        """Has the first rank record the log-probs of all; all of them call this."""
+        found: Scores | Exception | None = None
+        if self.recorder is None:
+            try:
+                found = scores_of(parts)
+            except Exception as error:  # noqa: BLE001 - Its record is all that fails.
+                # Another object, such as of the user's, may not be sent.
+                found = RuntimeError(f"{type(error).__name__}: {error}")
+        others = self.ranks.gather_first(found)
+        if self.recorder is not None:
+            # Its own are read in the recorder's thread.
+            self.recorder.scored(parts)
+            for each in others:
+                if each is not None:
+                    self.recorder.scored_elsewhere(each)
