@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from torchrl_sglang.recording.lines import number
@@ -118,43 +119,32 @@ def _metric(run: RunData, name: str, line: str = "") -> list[dict[str, Any]]:
 
 def _means(
     batches: Mapping[int, Sequence[Group]],
-    values: Callable[[Group], Iterable[float]],
+    part: Callable[[Group], tuple[float, int]],
 ) -> list[tuple[float, float]]:
-    """Returns the mean over the responses of each batch that have a value."""
+    """Returns the mean of each batch: of the sums and the numbers of its groups."""
     found = []
     for batch, groups in batches.items():
-        known = [value for group in groups for value in values(group)]
-        if known:
-            found.append((float(batch), sum(known) / len(known)))
-    return found
-
-
-def _shares(
-    batches: Mapping[int, Sequence[Group]], total: Callable[[Group], int]
-) -> list[tuple[float, float]]:
-    """Returns a total of groups for each response of a batch."""
-    found = []
-    for batch, groups in batches.items():
-        count = sum(len(group.responses) for group in groups)
+        total, count = 0.0, 0
+        for group in groups:
+            own, of_own = part(group)
+            total += own
+            count += of_own
         if count:
-            found.append((float(batch), sum(map(total, groups)) / count))
+            found.append((float(batch), total / count))
     return found
 
 
 def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _line("reward", _means(batches, lambda group: group.rewards))
-    named = dict.fromkeys(
-        name
-        for groups in batches.values()
-        for group in groups
-        for each in group.responses[:1]
-        for name in each.rewards
-    )
-    for name in named:
+    def returns(group: Group) -> tuple[float, int]:
+        found = group.line.rewards
+        return sum(found), len(found)
 
-        def values(group: Group, name: str = name) -> Iterable[float]:
-            found = [each.rewards.get(name) for each in group.responses]
-            return [value for value in found if value is not None]
+    points = _line("reward", _means(batches, returns))
+    taken = chain.from_iterable(batches.values())
+    for name in _names_of_rewards(taken):
+
+        def values(group: Group, name: str = name) -> tuple[float, int]:
+            return group.line.named.get(name, (0.0, 0))
 
         points += _line(name, _means(batches, values))
     points += _metric(run, "eval/reward", "held-out reward")
@@ -168,13 +158,23 @@ def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
+def _names_of_rewards(groups: Iterable[Group]) -> Iterable[str]:
+    """Returns the names of the reward functions of groups, in order."""
+    return dict.fromkeys(chain.from_iterable(group.line.named for group in groups))
+
+
 def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     best, worst = extremes(run)
-    right = _means(batches, lambda group: [float(r == best) for r in group.rewards])
+
+    def right(group: Group) -> tuple[float, int]:
+        found = group.line.rewards
+        # None is in no list of rewards.
+        return found.count(best), len(found)  # type: ignore[arg-type]
+
     shares = []
     for batch, groups in batches.items():
-        flat = [group for group in groups if len(set(group.rewards)) <= 1]
-        shares.append((float(batch), len(flat) / len(groups)))
+        flat = [group.line.best == group.line.worst for group in groups]
+        shares.append((float(batch), sum(flat) / len(groups)))
     return Curve(
         id="accuracy",
         title="Best responses, and groups without a difference",
@@ -185,18 +185,22 @@ def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
         percent=True,
         points=[]
         if best == worst
-        else [*_line("best reward", right), *_line("no difference", shares)],
+        else [
+            *_line("best reward", _means(batches, right)),
+            *_line("no difference", shares),
+        ],
     )
 
 
 def extremes(run: RunData) -> tuple[float | None, float | None]:
     """Returns the best and the worst return of a response."""
-    found = [reward for group in run.groups for reward in group.rewards]
-    return (max(found), min(found)) if found else (None, None)
+    best = [g.line.best for g in run.groups if g.line.best is not None]
+    worst = [g.line.worst for g in run.groups if g.line.worst is not None]
+    return max(best, default=None), min(worst, default=None)
 
 
 def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _shares(batches, lambda group: group.tokens)
+    points = _means(batches, lambda group: (group.line.tokens, group.line.count))
     return Curve(
         id="length",
         title="Response length",
@@ -208,7 +212,7 @@ def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
 
 
 def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _shares(batches, lambda group: group.cut)
+    points = _means(batches, lambda group: (group.line.cut, group.line.count))
     return Curve(
         id="truncated",
         title="Truncated responses",
@@ -384,12 +388,7 @@ def _memory(run: RunData) -> Curve:
 
 def _names_of_others(run: RunData, known: set[str]) -> list[str]:
     """Returns metrics that no other curve shows, those of parts at the end."""
-    rewards = {
-        f"reward/{name}"
-        for group in run.groups
-        for each in group.responses[:1]
-        for name in each.rewards
-    }
+    rewards = {f"reward/{name}" for name in _names_of_rewards(run.groups)}
     shown = known | rewards | set(REPEATED)
     names = [name for name in run.metrics if name not in shown]
 
