@@ -338,7 +338,7 @@ def _requests(run: RunData) -> Curve:
 
 
 def _sum(event: Mapping[str, Any], name: str) -> float:
-    return sum(number(server.get(name)) or 0.0 for server in event["servers"])
+    return sum([number(server.get(name)) or 0.0 for server in event["servers"]])
 
 
 def _cache(run: RunData) -> Curve:

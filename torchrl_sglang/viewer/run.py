@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,6 +152,8 @@ class _Assembly:
         self._lost = 0
         self._dropped = 0
         self._batch = 0
+        self._handlers: dict[str, Callable[[Mapping[str, Any], float], None] | None]
+        self._handlers = {}
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
@@ -164,7 +166,10 @@ class _Assembly:
                 self._group(line)
             else:
                 malformed += 1
-        self._run.groups.sort(key=lambda group: group.ended)
+        groups = self._run.groups
+        groups.sort(key=lambda group: group.line.ended)
+        for group in (*groups[:1], *groups[-1:]):
+            self._see(group.line.ended)
         events = recording.events
         for event in events if self._writers is None else in_order(events):
             try:
@@ -192,7 +197,6 @@ class _Assembly:
         writers = self._writers
         id_ = writers.name(line.writer, line.id) if writers else str(line.id)
         group = Group(id=id_, line=line, status=line.status)
-        self._see(line.ended)
         self._run.groups.append(group)
         self._known[line.writer, line.id] = group
         by_key = self._by_key
@@ -222,7 +226,9 @@ class _Assembly:
             self._see(time)
             if self._writers is not None:
                 self._writers.see(event["writer"], time)
-        handle = getattr(self, f"_on_{kind}", None)
+        if kind not in self._handlers:
+            self._handlers[kind] = getattr(self, f"_on_{kind}", None)
+        handle = self._handlers[kind]
         if handle is not None:
             handle(event, time)
 
