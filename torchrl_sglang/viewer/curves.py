@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -49,14 +49,56 @@ class Curve:
     """Whether values are shares."""
 
 
+@dataclass(kw_only=True, slots=True)
+class _Batch:
+    """The totals of the groups of a batch: all curves take them from one visit."""
+
+    groups: int = 0
+    responses: int = 0
+    tokens: int = 0
+    cut: int = 0
+    """Responses that were truncated."""
+    reward: float = 0.0
+    """Sum of the returns."""
+    rewarded: int = 0
+    """Responses that have one."""
+    right: int = 0
+    """Responses with the best one of the run."""
+    flat: int = 0
+    """Groups whose returns are all the same."""
+    named: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Name of a reward function -> the sum of its values, and their number."""
+    ages: Counter[int] = field(default_factory=Counter)
+    """Age of the oldest token, in weight updates -> groups."""
+
+    def add(self, group: Group, best: float | None) -> None:
+        """Adds a group; ``best``: the run's best return."""
+        line = group.line
+        self.groups += 1
+        self.responses += line.count
+        self.tokens += line.tokens
+        self.cut += line.cut
+        self.reward += sum(line.rewards)
+        self.rewarded += len(line.rewards)
+        if line.best is not None and line.best == best:
+            self.right += line.rewards.count(line.best)
+        self.flat += line.best == line.worst
+        for name, (own, count) in line.named.items():
+            total, number = self.named.get(name, (0.0, 0))
+            self.named[name] = total + own, number + count
+        if group.age is not None:
+            self.ages[group.age] += 1
+
+
 def curves_of(run: RunData) -> list[Curve]:
     """Returns the curves of which a run has points."""
-    batches = _batches(run)
+    best, worst = extremes(run)
+    batches = _batches(run, best)
     found = [
         _rewards(run, batches),
-        _accuracy(run, batches),
-        _lengths(run, batches),
-        _truncated(run, batches),
+        _accuracy(batches, differ=best != worst),
+        _lengths(batches),
+        _truncated(batches),
         _staleness(batches),
         _mismatch(run),
         _sample_size(run),
@@ -74,12 +116,12 @@ def _names(curve: Curve) -> set[str]:
     return {str(point.get("metric", "")) for point in curve.points}
 
 
-def _batches(run: RunData) -> dict[int, list[Group]]:
-    """Returns the groups of each batch, in order."""
-    found: dict[int, list[Group]] = defaultdict(list)
+def _batches(run: RunData, best: float | None) -> dict[int, _Batch]:
+    """Returns the totals of each batch, in order."""
+    found: dict[int, _Batch] = defaultdict(_Batch)
     for group in run.groups:
         if group.batch is not None:
-            found[group.batch].append(group)
+            found[group.batch].add(group, best)
     return dict(sorted(found.items()))
 
 
@@ -118,33 +160,21 @@ def _metric(run: RunData, name: str, line: str = "") -> list[dict[str, Any]]:
 
 
 def _means(
-    batches: Mapping[int, Sequence[Group]],
-    part: Callable[[Group], tuple[float, int]],
+    batches: Mapping[int, _Batch], part: Callable[[_Batch], tuple[float, int]]
 ) -> list[tuple[float, float]]:
-    """Returns the mean of each batch: of the sums and the numbers of its groups."""
-    found = []
-    for batch, groups in batches.items():
-        total, count = 0.0, 0
-        for group in groups:
-            own, of_own = part(group)
-            total += own
-            count += of_own
-        if count:
-            found.append((float(batch), total / count))
-    return found
+    """Returns a mean of each batch, of a sum and a number of what has a value."""
+    parts = [(batch, *part(totals)) for batch, totals in batches.items()]
+    return [(float(batch), total / count) for batch, total, count in parts if count]
 
 
-def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    def returns(group: Group) -> tuple[float, int]:
-        found = group.line.rewards
-        return sum(found), len(found)
+def _rewards(run: RunData, batches: Mapping[int, _Batch]) -> Curve:
+    points = _line("reward", _means(batches, lambda each: (each.reward, each.rewarded)))
+    for name in dict.fromkeys(
+        chain.from_iterable(each.named for each in batches.values())
+    ):
 
-    points = _line("reward", _means(batches, returns))
-    taken = chain.from_iterable(batches.values())
-    for name in _names_of_rewards(taken):
-
-        def values(group: Group, name: str = name) -> tuple[float, int]:
-            return group.line.named.get(name, (0.0, 0))
+        def values(batch: _Batch, name: str = name) -> tuple[float, int]:
+            return batch.named.get(name, (0.0, 0))
 
         points += _line(name, _means(batches, values))
     points += _metric(run, "eval/reward", "held-out reward")
@@ -158,23 +188,9 @@ def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _names_of_rewards(groups: Iterable[Group]) -> Iterable[str]:
-    """Returns the names of the reward functions of groups, in order."""
-    return dict.fromkeys(chain.from_iterable(group.line.named for group in groups))
-
-
-def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    best, worst = extremes(run)
-
-    def right(group: Group) -> tuple[float, int]:
-        found = group.line.rewards
-        # None is in no list of rewards.
-        return found.count(best), len(found)  # type: ignore[arg-type]
-
-    shares = []
-    for batch, groups in batches.items():
-        flat = [group.line.best == group.line.worst for group in groups]
-        shares.append((float(batch), sum(flat) / len(groups)))
+def _accuracy(batches: Mapping[int, _Batch], *, differ: bool) -> Curve:
+    right = _means(batches, lambda each: (each.right, each.rewarded))
+    flat = _means(batches, lambda each: (each.flat, each.groups))
     return Curve(
         id="accuracy",
         title="Best responses, and groups without a difference",
@@ -183,12 +199,9 @@ def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
         x="batch",
         y="share",
         percent=True,
-        points=[]
-        if best == worst
-        else [
-            *_line("best reward", _means(batches, right)),
-            *_line("no difference", shares),
-        ],
+        points=[*_line("best reward", right), *_line("no difference", flat)]
+        if differ
+        else [],
     )
 
 
@@ -199,8 +212,8 @@ def extremes(run: RunData) -> tuple[float | None, float | None]:
     return max(best, default=None), min(worst, default=None)
 
 
-def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _means(batches, lambda group: (group.line.tokens, group.line.count))
+def _lengths(batches: Mapping[int, _Batch]) -> Curve:
+    points = _means(batches, lambda each: (each.tokens, each.responses))
     return Curve(
         id="length",
         title="Response length",
@@ -211,8 +224,8 @@ def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _means(batches, lambda group: (group.line.cut, group.line.count))
+def _truncated(batches: Mapping[int, _Batch]) -> Curve:
+    points = _means(batches, lambda each: (each.cut, each.responses))
     return Curve(
         id="truncated",
         title="Truncated responses",
@@ -224,16 +237,14 @@ def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _staleness(batches: Mapping[int, Sequence[Group]]) -> Curve:
+def _staleness(batches: Mapping[int, _Batch]) -> Curve:
     points = []
     numbers = list(batches)
     size = max(len(numbers) / MOST_POINTS * 4, 1)
     ages: dict[int, Counter[int]] = defaultdict(Counter)
     for place, batch in enumerate(numbers):
         first = numbers[int(int(place / size) * size)]
-        for group in batches[batch]:
-            if group.age is not None:
-                ages[first][group.age] += 1
+        ages[first].update(batches[batch].ages)
     for batch, counts in ages.items():
         points += [
             {"x": batch, "y": count, "line": f"{age} updates"}
@@ -388,7 +399,8 @@ def _memory(run: RunData) -> Curve:
 
 def _names_of_others(run: RunData, known: set[str]) -> list[str]:
     """Returns metrics that no other curve shows, those of parts at the end."""
-    rewards = {f"reward/{name}" for name in _names_of_rewards(run.groups)}
+    named = chain.from_iterable(group.line.named for group in run.groups)
+    rewards = {f"reward/{name}" for name in set(named)}
     shown = known | rewards | set(REPEATED)
     names = [name for name in run.metrics if name not in shown]
 
