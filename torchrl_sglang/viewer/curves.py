@@ -50,7 +50,7 @@ class Curve:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Batch:
+class _BatchTotals:
     """The totals of the groups of a batch: all curves take them from one visit."""
 
     groups: int = 0
@@ -116,9 +116,9 @@ def _names(curve: Curve) -> set[str]:
     return {str(point.get("metric", "")) for point in curve.points}
 
 
-def _batches(run: RunData, best: float | None) -> dict[int, _Batch]:
+def _batches(run: RunData, best: float | None) -> dict[int, _BatchTotals]:
     """Returns the totals of each batch, in order."""
-    found: dict[int, _Batch] = defaultdict(_Batch)
+    found: dict[int, _BatchTotals] = defaultdict(_BatchTotals)
     for group in run.groups:
         if group.batch is not None:
             found[group.batch].add(group, best)
@@ -160,20 +160,21 @@ def _metric(run: RunData, name: str, line: str = "") -> list[dict[str, Any]]:
 
 
 def _means(
-    batches: Mapping[int, _Batch], part: Callable[[_Batch], tuple[float, int]]
+    batches: Mapping[int, _BatchTotals],
+    part: Callable[[_BatchTotals], tuple[float, int]],
 ) -> list[tuple[float, float]]:
     """Returns a mean of each batch, of a sum and a number of what has a value."""
     parts = [(batch, *part(totals)) for batch, totals in batches.items()]
     return [(float(batch), total / count) for batch, total, count in parts if count]
 
 
-def _rewards(run: RunData, batches: Mapping[int, _Batch]) -> Curve:
+def _rewards(run: RunData, batches: Mapping[int, _BatchTotals]) -> Curve:
     points = _line("reward", _means(batches, lambda each: (each.reward, each.rewarded)))
     for name in dict.fromkeys(
         chain.from_iterable(each.named for each in batches.values())
     ):
 
-        def values(batch: _Batch, name: str = name) -> tuple[float, int]:
+        def values(batch: _BatchTotals, name: str = name) -> tuple[float, int]:
             return batch.named.get(name, (0.0, 0))
 
         points += _line(name, _means(batches, values))
@@ -188,7 +189,7 @@ def _rewards(run: RunData, batches: Mapping[int, _Batch]) -> Curve:
     )
 
 
-def _accuracy(batches: Mapping[int, _Batch], *, differ: bool) -> Curve:
+def _accuracy(batches: Mapping[int, _BatchTotals], *, differ: bool) -> Curve:
     right = _means(batches, lambda each: (each.right, each.rewarded))
     flat = _means(batches, lambda each: (each.flat, each.groups))
     return Curve(
@@ -212,7 +213,7 @@ def extremes(run: RunData) -> tuple[float | None, float | None]:
     return max(best, default=None), min(worst, default=None)
 
 
-def _lengths(batches: Mapping[int, _Batch]) -> Curve:
+def _lengths(batches: Mapping[int, _BatchTotals]) -> Curve:
     points = _means(batches, lambda each: (each.tokens, each.responses))
     return Curve(
         id="length",
@@ -224,7 +225,7 @@ def _lengths(batches: Mapping[int, _Batch]) -> Curve:
     )
 
 
-def _truncated(batches: Mapping[int, _Batch]) -> Curve:
+def _truncated(batches: Mapping[int, _BatchTotals]) -> Curve:
     points = _means(batches, lambda each: (each.cut, each.responses))
     return Curve(
         id="truncated",
@@ -237,7 +238,7 @@ def _truncated(batches: Mapping[int, _Batch]) -> Curve:
     )
 
 
-def _staleness(batches: Mapping[int, _Batch]) -> Curve:
+def _staleness(batches: Mapping[int, _BatchTotals]) -> Curve:
     points = []
     numbers = list(batches)
     size = max(len(numbers) / MOST_POINTS * 4, 1)

@@ -113,7 +113,7 @@ class ViewerServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, viewer: Viewer, port: int) -> None:
-        super().__init__((HOST, port), _Handler)
+        super().__init__((HOST, port), _PageHandler)
         self.viewer = viewer
 
     def server_bind(self) -> None:
@@ -130,7 +130,7 @@ class ViewerServer(ThreadingHTTPServer):
 _GROUP = re.compile(r"/group/(\d+)/([^/]+)")
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: ViewerServer
     protocol_version = "HTTP/1.1"
     # What follows a header is sent at once.
