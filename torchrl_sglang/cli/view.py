@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 import threading
 import time
-import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -63,12 +61,14 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if not 0 <= arguments.port < 2**16:
         raise ConfigurationError(f"--port {arguments.port} is not a port.")
-    from torchrl_sglang.recording.reading import open_all
+    from torchrl_sglang.recording.reading import find_all
 
-    recordings = open_all(folders)
+    recordings = find_all(folders)
     if arguments.output is not None:
         from torchrl_sglang.viewer.page import self_contained
 
+        for each in recordings:
+            each.refresh()
         write(arguments.output, self_contained(recordings, now=time.time()))
         return 0
     from torchrl_sglang.viewer.library import library
@@ -82,10 +82,10 @@ def run(arguments: argparse.Namespace) -> int:
         print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
         if not arguments.no_browser:
             # One that shows pages in this terminal returns when it is closed.
-            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
+            threading.Thread(target=_open, args=(url,), daemon=True).start()
 
     try:
-        asyncio.run(serve(Viewer(recordings), arguments.port, ready=ready))
+        serve(Viewer(recordings), arguments.port, ready=ready)
     except OSError as error:
         raise ConfigurationError(
             f"Port {arguments.port} cannot be used: {error}."
@@ -93,6 +93,12 @@ def run(arguments: argparse.Namespace) -> int:
     except Interrupted:
         print("Stopping.", file=sys.stderr, flush=True)
     return 0
+
+
+def _open(url: str) -> None:
+    import webbrowser
+
+    webbrowser.open(url)
 
 
 def write(path: Path, text: str) -> None:

@@ -1,13 +1,16 @@
 """Lines of a recording, as a reader has them. Pure.
 
-Lines of groups are most of a recording: they become objects with fields, which takes
-half of the memory and of the time of dictionaries. All other lines are dictionaries.
+Lines of groups are most of a recording: they become objects with the totals of their
+responses. The responses themselves are made again of the line when somebody asks for
+them: all of a long run would take seven times the memory, and most of the time to open
+it. All other lines are dictionaries.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -47,29 +50,73 @@ class ResponseLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """The oldest and the newest policy version of its tokens."""
 
 
-class GroupLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A line of the stream of groups."""
+class _WholeLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A line of the stream of groups, as it was written."""
 
     id: int | str
     time: tuple[float, float]
-    """When it started and ended, in seconds since the epoch."""
     status: str
     responses: list[ResponseLine]
     position: int | None = None
-    """Position of its prompt."""
     name: str = ""
-    """Name of a gateway's session."""
     versions: list[int] | None = None
-    """Policy versions when it started and when it ended."""
     prompt: str = ""
-    """The beginning of the prompt."""
     texts: Any = None
-    """File, offset and length of its conversations; ``None``: not recorded."""
-    writer: str = ""
+
+
+class GroupLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A line of the stream of groups, with the totals of its responses."""
+
+    id: int | str
+    writer: str
     """The writer of its file: each numbers its groups from 1."""
+    began: float
+    """When it started, in seconds since the epoch."""
+    ended: float
+    status: str
+    position: int | None
+    """Position of its prompt."""
+    name: str
+    """Name of a gateway's session."""
+    versions: list[int] | None
+    """Policy versions when it started and when it ended."""
+    prompt: str
+    """The beginning of the prompt."""
+    texts: Any
+    """File, offset and length of its conversations; ``None``: not recorded."""
+    source: bytes
+    """The line itself."""
+
+    count: int
+    """Number of its responses."""
+    keys: list[str]
+    """The rows of a batch that they make."""
+    rewards: list[float]
+    """Their returns, where they have one."""
+    best: float | None
+    """The largest of these."""
+    worst: float | None
+    """The smallest of these."""
+    named: dict[str, tuple[float, int]]
+    """Name of a reward function -> the sum of its values, and their number."""
+    tokens: int
+    """Tokens of all responses."""
+    turns: int
+    """Turns of the response that has the most."""
+    tools: int
+    """Messages of tools."""
+    cut: int
+    """Responses that were truncated."""
+    oldest: int | None
+    """The oldest policy version of a token."""
+
+    @property
+    def responses(self) -> list[ResponseLine]:
+        """Its responses, which are made of the line again each time."""
+        return _decode(self.source).responses
 
 
-_GROUP = msgspec.json.Decoder(GroupLine)
+_WHOLE = msgspec.json.Decoder(_WholeLine)
 
 
 def read_line(line: bytes) -> dict[str, Any]:
@@ -93,8 +140,12 @@ def read_line(line: bytes) -> dict[str, Any]:
     return found
 
 
-def read_group(line: bytes) -> GroupLine | None:
+def read_group(line: bytes, writer: str = "") -> GroupLine | None:
     """Returns a line of the stream of groups; ``None``: a record, but not of a group.
+
+    Args:
+        line: what was read.
+        writer: of its file.
 
     Raises:
         ValueError: if it is no record.
@@ -107,18 +158,83 @@ def read_group(line: bytes) -> GroupLine | None:
         >>> read_group(b'{"id": 1}')
     """
     try:
-        return _GROUP.decode(line)
+        return _with_totals(_decode(line), line, writer)
+    except (msgspec.ValidationError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def _decode(line: bytes) -> _WholeLine:
+    """Returns a line of the stream of groups, also one of Python's form of JSON."""
+    try:
+        return _WHOLE.decode(line)
     except ValueError:
         found = read_line(line)
-    try:
-        for each in found["responses"]:
-            # Whatever a user's function returned.
-            each["reward"] = number(each.get("reward"))
-            named = each.get("rewards", {}).items()
-            each["rewards"] = {name: number(value) for name, value in named}
-        return msgspec.convert(found, GroupLine)
-    except (msgspec.ValidationError, KeyError, TypeError, AttributeError):
-        return None
+    for each in found["responses"]:
+        # Whatever a user's function returned.
+        each["reward"] = number(each.get("reward"))
+        named = each.get("rewards", {}).items()
+        each["rewards"] = {name: number(value) for name, value in named}
+    return msgspec.convert(found, _WholeLine)
+
+
+def _with_totals(found: _WholeLine, line: bytes, writer: str) -> GroupLine:
+    responses = found.responses
+    keys, rewards, named = list[str](), list[float](), list[dict[str, float | None]]()
+    tokens = turns = tools = cut = 0
+    oldest: int | None = None
+    for each in responses:
+        keys += each.keys
+        tokens += each.tokens
+        tools += each.tools
+        cut += each.cut
+        turns = max(turns, each.turns)
+        if each.reward is not None:
+            rewards.append(each.reward)
+        if each.rewards:
+            named.append(each.rewards)
+        if each.versions and (oldest is None or each.versions[0] < oldest):
+            oldest = each.versions[0]
+    began, ended = found.time
+    return GroupLine(
+        id=found.id,
+        writer=writer,
+        began=began,
+        ended=ended,
+        status=found.status,
+        position=found.position,
+        name=found.name,
+        versions=found.versions,
+        prompt=found.prompt,
+        texts=found.texts,
+        source=line,
+        count=len(responses),
+        keys=keys,
+        rewards=rewards,
+        best=max(rewards) if rewards else None,
+        worst=min(rewards) if rewards else None,
+        named=_sums(named),
+        tokens=tokens,
+        turns=turns,
+        tools=tools,
+        cut=cut,
+        oldest=oldest,
+    )
+
+
+def _sums(found: list[dict[str, float | None]]) -> dict[str, tuple[float, int]]:
+    """Returns the sum and the number of the values that each name has."""
+    sums = {}
+    for name in dict.fromkeys(chain.from_iterable(found)):
+        try:
+            values: list[Any] = [each[name] for each in found]
+            total = sum(values)
+        except (KeyError, TypeError):
+            # Some have no value.
+            known = [each.get(name) for each in found]
+            values = [value for value in known if value is not None]
+            total = sum(values)
+        sums[name] = total, len(values)
+    return sums
 
 
 def number(value: Any) -> float | None:

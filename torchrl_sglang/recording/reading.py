@@ -6,10 +6,9 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
-
-from msgspec.structs import force_setattr
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import (
@@ -126,10 +125,19 @@ class Recording:
         Raises:
             ConfigurationError: if there is none, or it has another format.
         """
-        found = find_recording(folder)
-        made = cls(folder=found, manifest=read_manifest(found))
+        made = cls.find(folder)
         made.refresh()
         return made
+
+    @classmethod
+    def find(cls, folder: Any) -> Recording:
+        """Returns a recording, or that of a run in its folder; nothing of it is read.
+
+        Raises:
+            ConfigurationError: if there is none, or it has another format.
+        """
+        found = find_recording(folder)
+        return cls(folder=found, manifest=read_manifest(found))
 
     @property
     def writers(self) -> list[str]:
@@ -160,7 +168,8 @@ class Recording:
         writer = writer_of(tail.path.name)
         try:
             if stream == "groups":
-                return self._add_groups(tail.read(read_group, self.damage), writer)
+                parse = partial(read_group, writer=writer)
+                return self._add_groups(tail.read(parse, self.damage))
             found = tail.read(read_line, self.damage)
         except FileNotFoundError:
             # It made room for a newer one.
@@ -176,11 +185,8 @@ class Recording:
             self._add_pieces(found)
         return bool(found)
 
-    def _add_groups(self, found: list[GroupLine | None], writer: str) -> bool:
+    def _add_groups(self, found: list[GroupLine | None]) -> bool:
         groups = [line for line in found if line is not None]
-        for line in groups:
-            # Nobody else has it yet.
-            force_setattr(line, "writer", writer)
         self.groups += groups
         self.malformed += len(found) - len(groups)
         return bool(found)
@@ -241,16 +247,16 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def open_all(folders: list[Any]) -> list[Recording]:
-    """Opens several recordings.
+def find_all(folders: list[Any]) -> list[Recording]:
+    """Returns several recordings, of which nothing is read.
 
     Raises:
-        ConfigurationError: if there is none, one of them cannot be opened, or two are
+        ConfigurationError: if there is none, one of them is no recording, or two are
             the same.
     """
     if not folders:
         raise ConfigurationError("Give the folder of a run.")
-    found = [Recording.open(each) for each in folders]
+    found = [Recording.find(each) for each in folders]
     if len({each.folder.resolve() for each in found}) < len(found):
         raise ConfigurationError(
             f"{str(folders[0])!r} was given twice; give the folders of two runs."

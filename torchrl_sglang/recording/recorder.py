@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from torchrl_sglang.errors import ConfigurationError
@@ -235,7 +236,7 @@ class RunRecorder:
     def event(self, kind: str, **values: Any) -> None:
         """Records something that happened now."""
         record = {"kind": kind, "time": time.time(), **values}
-        self._writer.put(lambda files: _append(files, "events", record))
+        self._writer.put(_EventJob(record))
 
     def next_id(self) -> int:
         """Returns the number of a new group; called in one thread."""
@@ -266,7 +267,7 @@ class RunRecorder:
             tokenizer: tells the texts of its tokens.
             cost: number of its tokens.
         """
-        self._writer.put(partial(self._tokens.write, make, tokenizer), cost)
+        self._writer.put(_GroupJob(self._tokens, make, tokenizer), cost)
 
 
 def check_recorder(recorder: Any) -> RunRecorder | None:
@@ -347,8 +348,28 @@ def _write_pieces(tokens: set[int], tokenizer: Any, files: Files) -> str:
     return files.append("vocabulary", {"pieces": pieces}).file
 
 
-def _append(files: Files, stream: str, record: Mapping[str, Any]) -> None:
-    files.append(stream, record)
+class _EventJob(msgspec.Struct, frozen=True, gc=False):
+    """Writes an event.
+
+    Many of these wait to be written: functions in their place would begin garbage
+    collections of the whole process.
+    """
+
+    record: Mapping[str, Any]
+
+    def __call__(self, files: Files) -> None:
+        files.append("events", self.record)
+
+
+class _GroupJob(msgspec.Struct, frozen=True, gc=False):
+    """Writes a group."""
+
+    tokens: _TokenStrips
+    make: Callable[[], GroupRecord]
+    tokenizer: Any
+
+    def __call__(self, files: Files) -> None:
+        self.tokens.write(self.make, self.tokenizer, files)
 
 
 def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> None:

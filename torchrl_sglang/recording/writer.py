@@ -103,6 +103,13 @@ Job = Callable[[Files], None]
 """Writes something."""
 
 
+class _Waiting(msgspec.Struct, frozen=True, gc=False):
+    """A job in the queue, which the garbage collector does not count."""
+
+    job: Job
+    cost: int
+
+
 class RecordWriter:
     """Runs jobs in a thread; nothing that a job does reaches its caller.
 
@@ -121,7 +128,7 @@ class RecordWriter:
         self._files = files
         self._name = name
         self._pid = os.getpid()
-        self._queue: deque[tuple[Job, int]] = deque()
+        self._queue: deque[_Waiting] = deque()
         self._queued = 0
         self._changed = threading.Condition()
         self._closing = False
@@ -144,7 +151,7 @@ class RecordWriter:
             closed = self._closing
             full = closed or self._queued + cost > MOST_QUEUED
             if not full:
-                self._queue.append((job, cost))
+                self._queue.append(_Waiting(job, cost))
                 self._queued += cost
                 if self._thread is None:
                     self._thread = threading.Thread(
@@ -188,9 +195,9 @@ class RecordWriter:
             flush_at = time.monotonic() + FLUSH_SECONDS
             while self._queue and time.monotonic() < flush_at:
                 with self._changed:
-                    job, cost = self._queue.popleft()
-                    self._queued -= cost
-                self._attempt(job)
+                    waiting = self._queue.popleft()
+                    self._queued -= waiting.cost
+                self._attempt(waiting.job)
             self._attempt(self._flush, counts=False)
         self._files.close()
         self.lost += self._files.take_unwritten()

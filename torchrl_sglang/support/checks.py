@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.urls import hide_passwords
+from torchrl_sglang.support.passwords import hide_passwords
 
 T = TypeVar("T")
 

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import base64
 import ipaddress
-import re
 import socket
 from collections.abc import Sequence
 
 from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.passwords import hide_passwords
 
 LOOPBACK = "127.0.0.1"
 
 KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 """The environment variable that holds the servers' key."""
-
-_USER_INFO = re.compile(r"""(?:(?<=://)[^/\s'"]*|[^/\s'":@]+:[^/\s'"]*)@""")
-"""User and password of an address anywhere in a text; the scheme may be missing."""
-
-
-def hide_passwords(text: object) -> str:
-    """Returns a text without the users and passwords of the addresses in it."""
-    return _USER_INFO.sub("***@", str(text))
 
 
 def normalize_url(url: str) -> str:

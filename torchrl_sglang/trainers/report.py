@@ -20,7 +20,7 @@ from torchrl_sglang.objectives.advantages import (
 )
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.support.urls import hide_passwords
+from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.trainers.samples import plain, rows_of, said_in
 
 SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"

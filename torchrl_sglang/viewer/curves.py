@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torchrl_sglang.recording.lines import number
@@ -63,14 +64,56 @@ class Curve:
         return math.isclose(min(values), max(values), rel_tol=1e-9)
 
 
+@dataclass(kw_only=True, slots=True)
+class _BatchTotals:
+    """The totals of the groups of a batch: all curves take them from one visit."""
+
+    groups: int = 0
+    responses: int = 0
+    tokens: int = 0
+    cut: int = 0
+    """Responses that were truncated."""
+    reward: float = 0.0
+    """Sum of the returns."""
+    rewarded: int = 0
+    """Responses that have one."""
+    right: int = 0
+    """Responses with the best one of the run."""
+    flat: int = 0
+    """Groups whose returns are all the same."""
+    named: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Name of a reward function -> the sum of its values, and their number."""
+    ages: Counter[int] = field(default_factory=Counter)
+    """Age of the oldest token, in weight updates -> groups."""
+
+    def add(self, group: Group, best: float | None) -> None:
+        """Adds a group; ``best``: the run's best return."""
+        line = group.line
+        self.groups += 1
+        self.responses += line.count
+        self.tokens += line.tokens
+        self.cut += line.cut
+        self.reward += sum(line.rewards)
+        self.rewarded += len(line.rewards)
+        if line.best is not None and line.best == best:
+            self.right += line.rewards.count(line.best)
+        self.flat += line.best == line.worst
+        for name, (own, count) in line.named.items():
+            total, number = self.named.get(name, (0.0, 0))
+            self.named[name] = total + own, number + count
+        if group.age is not None:
+            self.ages[group.age] += 1
+
+
 def curves_of(run: RunData) -> list[Curve]:
     """Returns the curves of which a run has points."""
-    batches = _batches(run)
+    best, worst = extremes(run)
+    batches = _batches(run, best)
     found = [
         _rewards(run, batches),
-        _accuracy(run, batches),
-        _lengths(run, batches),
-        _truncated(run, batches),
+        _accuracy(batches, differ=best != worst),
+        _lengths(batches),
+        _truncated(batches),
         _staleness(batches),
         _mismatch(run),
         _sample_size(run),
@@ -88,12 +131,12 @@ def _names(curve: Curve) -> set[str]:
     return {str(point.get("metric", "")) for point in curve.points}
 
 
-def _batches(run: RunData) -> dict[int, list[Group]]:
-    """Returns the groups of each batch, in order."""
-    found: dict[int, list[Group]] = defaultdict(list)
+def _batches(run: RunData, best: float | None) -> dict[int, _BatchTotals]:
+    """Returns the totals of each batch, in order."""
+    found: dict[int, _BatchTotals] = defaultdict(_BatchTotals)
     for group in run.groups:
         if group.batch is not None:
-            found[group.batch].append(group)
+            found[group.batch].add(group, best)
     return dict(sorted(found.items()))
 
 
@@ -132,44 +175,22 @@ def _metric(run: RunData, name: str, line: str = "") -> list[dict[str, Any]]:
 
 
 def _means(
-    batches: Mapping[int, Sequence[Group]],
-    values: Callable[[Group], Iterable[float]],
+    batches: Mapping[int, _BatchTotals],
+    part: Callable[[_BatchTotals], tuple[float, int]],
 ) -> list[tuple[float, float]]:
-    """Returns the mean over the responses of each batch that have a value."""
-    found = []
-    for batch, groups in batches.items():
-        known = [value for group in groups for value in values(group)]
-        if known:
-            found.append((float(batch), sum(known) / len(known)))
-    return found
+    """Returns a mean of each batch, of a sum and a number of what has a value."""
+    parts = [(batch, *part(totals)) for batch, totals in batches.items()]
+    return [(float(batch), total / count) for batch, total, count in parts if count]
 
 
-def _shares(
-    batches: Mapping[int, Sequence[Group]], total: Callable[[Group], int]
-) -> list[tuple[float, float]]:
-    """Returns a total of groups for each response of a batch."""
-    found = []
-    for batch, groups in batches.items():
-        count = sum(len(group.responses) for group in groups)
-        if count:
-            found.append((float(batch), sum(map(total, groups)) / count))
-    return found
+def _rewards(run: RunData, batches: Mapping[int, _BatchTotals]) -> Curve:
+    points = _line("reward", _means(batches, lambda each: (each.reward, each.rewarded)))
+    for name in dict.fromkeys(
+        chain.from_iterable(each.named for each in batches.values())
+    ):
 
-
-def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _line("reward", _means(batches, lambda group: group.rewards))
-    named = dict.fromkeys(
-        name
-        for groups in batches.values()
-        for group in groups
-        for each in group.responses[:1]
-        for name in each.rewards
-    )
-    for name in named:
-
-        def values(group: Group, name: str = name) -> Iterable[float]:
-            found = [each.rewards.get(name) for each in group.responses]
-            return [value for value in found if value is not None]
+        def values(batch: _BatchTotals, name: str = name) -> tuple[float, int]:
+            return batch.named.get(name, (0.0, 0))
 
         points += _line(name, _means(batches, values))
     points += _metric(run, "eval/reward", "held-out reward")
@@ -183,13 +204,9 @@ def _rewards(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    best, worst = extremes(run)
-    right = _means(batches, lambda group: [float(r == best) for r in group.rewards])
-    shares = []
-    for batch, groups in batches.items():
-        flat = [group for group in groups if len(set(group.rewards)) <= 1]
-        shares.append((float(batch), len(flat) / len(groups)))
+def _accuracy(batches: Mapping[int, _BatchTotals], *, differ: bool) -> Curve:
+    right = _means(batches, lambda each: (each.right, each.rewarded))
+    flat = _means(batches, lambda each: (each.flat, each.groups))
     return Curve(
         id="accuracy",
         title="Best responses, and groups without a difference",
@@ -198,20 +215,21 @@ def _accuracy(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
         x="batch",
         y="share",
         percent=True,
-        points=[]
-        if best == worst
-        else [*_line("best reward", right), *_line("no difference", shares)],
+        points=[*_line("best reward", right), *_line("no difference", flat)]
+        if differ
+        else [],
     )
 
 
 def extremes(run: RunData) -> tuple[float | None, float | None]:
     """Returns the best and the worst return of a response."""
-    found = [reward for group in run.groups for reward in group.rewards]
-    return (max(found), min(found)) if found else (None, None)
+    best = [g.line.best for g in run.groups if g.line.best is not None]
+    worst = [g.line.worst for g in run.groups if g.line.worst is not None]
+    return max(best, default=None), min(worst, default=None)
 
 
-def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _shares(batches, lambda group: group.tokens)
+def _lengths(batches: Mapping[int, _BatchTotals]) -> Curve:
+    points = _means(batches, lambda each: (each.tokens, each.responses))
     return Curve(
         id="length",
         title="Response length",
@@ -222,8 +240,8 @@ def _lengths(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
-    points = _shares(batches, lambda group: group.cut)
+def _truncated(batches: Mapping[int, _BatchTotals]) -> Curve:
+    points = _means(batches, lambda each: (each.cut, each.responses))
     return Curve(
         id="truncated",
         title="Truncated responses",
@@ -235,16 +253,14 @@ def _truncated(run: RunData, batches: Mapping[int, Sequence[Group]]) -> Curve:
     )
 
 
-def _staleness(batches: Mapping[int, Sequence[Group]]) -> Curve:
+def _staleness(batches: Mapping[int, _BatchTotals]) -> Curve:
     points = []
     numbers = list(batches)
     size = max(len(numbers) / MOST_POINTS * 4, 1)
     ages: dict[int, Counter[int]] = defaultdict(Counter)
     for place, batch in enumerate(numbers):
         first = numbers[int(int(place / size) * size)]
-        for group in batches[batch]:
-            if group.age is not None:
-                ages[first][group.age] += 1
+        ages[first].update(batches[batch].ages)
     for batch, counts in ages.items():
         points += [
             {"x": batch, "y": count, "line": f"{age} updates"}
@@ -350,7 +366,7 @@ def _requests(run: RunData) -> Curve:
 
 
 def _sum(event: Mapping[str, Any], name: str) -> float:
-    return sum(number(server.get(name)) or 0.0 for server in event["servers"])
+    return sum([number(server.get(name)) or 0.0 for server in event["servers"]])
 
 
 def _cache(run: RunData) -> Curve:
@@ -400,12 +416,8 @@ def _memory(run: RunData) -> Curve:
 
 def _names_of_others(run: RunData, known: set[str]) -> list[str]:
     """Returns metrics that no other curve shows, those of parts at the end."""
-    rewards = {
-        f"reward/{name}"
-        for group in run.groups
-        for each in group.responses[:1]
-        for name in each.rewards
-    }
+    named = chain.from_iterable(group.line.named for group in run.groups)
+    rewards = {f"reward/{name}" for name in set(named)}
     shown = known | rewards | set(REPEATED)
     names = [name for name in run.metrics if name not in shown]
 

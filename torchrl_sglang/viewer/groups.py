@@ -6,6 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -63,29 +64,29 @@ def table_of(run: RunData) -> dict[str, Any]:
         "columns": COLUMNS,
         "rows": [_row(group, tags.of(group)) for group in reversed(shown)],
         "total": len(run.groups),
-        "responses": sum(len(group.responses) for group in run.groups),
+        "responses": sum([group.line.count for group in run.groups]),
     }
 
 
 def _row(group: Group, tags: Sequence[str]) -> list[Any]:
-    line, rewards, responses = group.line, group.rewards, group.responses
-    began, ended = line.time
+    line, rewards = group.line, group.line.rewards
+    advantages, gaps = group.advantages.values(), group.gaps.values()
     return [
         group.id,
         group.batch,
         group.status,
         line.prompt[:120],
-        len(responses),
-        _rounded(sum(rewards) / len(rewards)) if rewards else None,
-        _rounded(max(rewards, default=None)),
-        _rounded(min(rewards, default=None)),
-        _rounded(max(map(abs, group.advantages.values()), default=None)),
-        group.tokens,
-        max([each.turns for each in responses], default=0),
-        group.cut,
+        line.count,
+        _rounded_again(sum(rewards) / len(rewards)) if rewards else None,
+        _rounded_again(line.best),
+        _rounded_again(line.worst),
+        _rounded_again(max(map(abs, advantages))) if advantages else None,
+        line.tokens,
+        line.turns,
+        line.cut,
         group.age,
-        _rounded(max(group.gaps.values(), default=None)),
-        _rounded(ended - began),
+        _rounded_again(max(gaps)) if gaps else None,
+        _rounded(line.ended - line.began),
         tags,
     ]
 
@@ -94,30 +95,34 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
+_rounded_again = lru_cache(maxsize=1024)(_rounded)
+"""For values that many groups share."""
+
+
 class _Tags:
     """Says which filters show a group."""
 
     def __init__(self, run: RunData) -> None:
         self._best, self._worst = extremes(run)
-        self._long = _largest({g.id: float(g.tokens) for g in run.groups})
+        self._long = _largest({g.id: g.line.tokens for g in run.groups})
         gaps = {g.id: max(g.gaps.values()) for g in run.groups if g.gaps}
         self._apart = _largest(gaps)
 
     def of(self, group: Group) -> list[str]:
         """Returns the names of the filters."""
-        rewards, id_ = set(group.rewards), group.id
-        differ = self._best != self._worst
+        line, id_ = group.line, group.id
+        differ = self._best != self._worst and line.best is not None
         # In the order of FILTERS.
         held = (
-            differ and rewards == {self._worst},
-            differ and rewards == {self._best},
-            len(rewards) > 1,
-            group.cut > 0,
+            differ and line.best == self._worst,
+            differ and line.worst == self._best,
+            line.best != line.worst,
+            line.cut > 0,
             group.status == "stale" or bool(group.age),
             group.status not in ("trained", "taken"),
             id_ in self._long,
             id_ in self._apart,
-            any(each.tools for each in group.responses),
+            line.tools > 0,
         )
         return [name for name, holds in zip(FILTERS, held, strict=True) if holds]
 
@@ -126,7 +131,7 @@ def _largest(values: Mapping[str, float]) -> set[str]:
     """Returns the names of the largest tenth; none if all are equal."""
     if len(set(values.values())) < 2:
         return set()
-    ordered = sorted(values, key=lambda name: -values[name])
+    ordered = sorted(values, key=values.__getitem__, reverse=True)
     return set(ordered[: math.ceil(len(ordered) * LONGEST_SHARE)])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,7 @@ MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError
 """What a line raises that is not as it should be: somebody has changed it."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Group:
+class Group(msgspec.Struct, kw_only=True, gc=False, eq=False):
     """A group of responses to a prompt."""
 
     id: str
@@ -34,34 +33,31 @@ class Group:
     """Number of the batch that took it, over all writers."""
     age: int | None = None
     """Weight updates between its oldest token and that batch."""
-    advantages: dict[str, float] = field(default_factory=dict)
+    advantages: dict[str, float] = {}
     """Key of a row -> its advantage."""
-    gaps: dict[str, float] = field(default_factory=dict)
+    gaps: dict[str, float] = {}
     """Key of a row -> how far the trainer's log-probs are from the engine's at most."""
-    scores: dict[str, Any] = field(default_factory=dict)
+    scores: dict[str, Any] = {}
     """Key of a row -> where the trainer's log-probs are."""
 
-    # Of all of its responses: whoever shows a run asks for them more than once.
-    rewards: list[float] = field(init=False)
-    """Returns of its responses, where they have one."""
-    tokens: int = field(init=False)
-    """Tokens of its responses."""
-    cut: int = field(init=False)
-    """Responses that were truncated."""
-    ended: float = field(init=False)
-    """When it ended, in seconds since the epoch."""
+    @property
+    def ended(self) -> float:
+        """When it ended, in seconds since the epoch."""
+        return self.line.ended
 
-    def __post_init__(self) -> None:
-        responses = self.line.responses
-        found = [each.reward for each in responses]
-        self.rewards = [each for each in found if each is not None]
-        self.ended = self.line.time[1]
-        self.tokens = sum([each.tokens for each in responses])
-        self.cut = sum([each.cut for each in responses])
+    @property
+    def rewards(self) -> list[float]:
+        """Returns of its responses, where they have one."""
+        return self.line.rewards
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its responses."""
+        return self.line.tokens
 
     @property
     def responses(self) -> Sequence[ResponseLine]:
-        """Lines of its responses."""
+        """Lines of its responses, which are made again each time."""
         return self.line.responses
 
 
@@ -156,6 +152,8 @@ class _Assembly:
         self._lost = 0
         self._dropped = 0
         self._batch = 0
+        self._handlers: dict[str, Callable[[Mapping[str, Any], float], None] | None]
+        self._handlers = {}
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines; those that are not as they should be are left out."""
@@ -164,11 +162,14 @@ class _Assembly:
             names = sorted({line.writer for line in recording.groups})
             self._writers = Writers(names)
         for line in recording.groups:
-            if all(map(math.isfinite, line.time)):
+            if math.isfinite(line.began) and math.isfinite(line.ended):
                 self._group(line)
             else:
                 malformed += 1
-        self._run.groups.sort(key=lambda group: group.ended)
+        groups = self._run.groups
+        groups.sort(key=lambda group: group.line.ended)
+        for group in (*groups[:1], *groups[-1:]):
+            self._see(group.line.ended)
         events = recording.events
         for event in events if self._writers is None else in_order(events):
             try:
@@ -196,16 +197,14 @@ class _Assembly:
         writers = self._writers
         id_ = writers.name(line.writer, line.id) if writers else str(line.id)
         group = Group(id=id_, line=line, status=line.status)
-        self._see(group.ended)
         self._run.groups.append(group)
         self._known[line.writer, line.id] = group
         by_key = self._by_key
-        for response in line.responses:
-            for key in response.keys:
-                first = by_key.setdefault(key, group)
-                if first is not group:
-                    self._again.setdefault(key, [first]).append(group)
-        self._count(group.ended, -1, line.writer)
+        for key in line.keys:
+            first = by_key.setdefault(key, group)
+            if first is not group:
+                self._again.setdefault(key, [first]).append(group)
+        self._count(line.ended, -1, line.writer)
 
     def _count(self, time: float, change: int, writer: str) -> None:
         """More groups run, or fewer."""
@@ -227,7 +226,9 @@ class _Assembly:
             self._see(time)
             if self._writers is not None:
                 self._writers.see(event["writer"], time)
-        handle = getattr(self, f"_on_{kind}", None)
+        if kind not in self._handlers:
+            self._handlers[kind] = getattr(self, f"_on_{kind}", None)
+        handle = self._handlers[kind]
         if handle is not None:
             handle(event, time)
 
@@ -252,9 +253,8 @@ class _Assembly:
             if group is None:
                 continue
             group.batch, group.status = number, "taken"
-            oldest = [each.versions[0] for each in group.responses if each.versions]
-            if oldest:
-                group.age = max(int(event["version"]) - min(oldest), 0)
+            if group.line.oldest is not None:
+                group.age = max(int(event["version"]) - group.line.oldest, 0)
 
     def _on_trained(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import re
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
-
-from aiohttp import web
+from contextlib import suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from socketserver import TCPServer
+from urllib.parse import unquote, urlsplit
 
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.groups import conversations_of
@@ -92,60 +96,120 @@ class Viewer:
         self._data = f"{text[:-1]},{as_script({'tag': self._tag})[1:]}"
 
 
-def make_app(viewer: Viewer) -> web.Application:
-    """Returns the routes."""
+class ViewerServer(ThreadingHTTPServer):
+    """Serves a page on this machine, with a thread for each connection.
 
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text=viewer.page(), content_type="text/html")
+    It is one of the standard library, as importing a larger one takes as long as
+    reading a run of ten thousand responses.
 
-    async def data(request: web.Request) -> web.Response:
-        text, tag = await asyncio.to_thread(viewer.data)
-        if request.headers.get("If-None-Match") == tag:
-            return web.Response(status=304)
-        return web.Response(text=text, content_type="application/json")
+    Args:
+        viewer: knows what to answer.
+        port: to listen on; 0: a free one.
 
-    async def group(request: web.Request) -> web.Response:
-        run, name = request.match_info["run"], request.match_info["name"]
-        text = await asyncio.to_thread(viewer.group, int(run), name)
+    Raises:
+        OSError: if the port cannot be used.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, viewer: Viewer, port: int) -> None:
+        super().__init__((HOST, port), _PageHandler)
+        self.viewer = viewer
+
+    def server_bind(self) -> None:
+        """Listens, without asking the network for the name of this machine."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
+
+    @property
+    def url(self) -> str:
+        """Address of the page."""
+        return f"http://{HOST}:{self.server_port}/"
+
+
+_GROUP = re.compile(r"/group/(\d+)/([^/]+)")
+
+
+class _PageHandler(BaseHTTPRequestHandler):
+    server: ViewerServer
+    protocol_version = "HTTP/1.1"
+    # What follows a header is sent at once.
+    disable_nagle_algorithm = True
+
+    def log_message(self, *_: object) -> None:
+        """Tells nothing of requests."""
+
+    def do_GET(self) -> None:
+        """Answers a request."""
+        # A browser that is closed, or was told to go elsewhere, hears no answer.
+        with suppress(ConnectionError):
+            try:
+                self._answer()
+            except ConnectionError:
+                raise
+            except Exception:  # noqa: BLE001 - The page shows it.
+                traceback.print_exc()
+                text = "The viewer failed; its terminal says why."
+                self._send(text, status=HTTPStatus.INTERNAL_SERVER_ERROR)
+
+    def _answer(self) -> None:
+        viewer = self.server.viewer
+        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        path = urlsplit(self.path).path
+        if host not in (HOST, "localhost", "::1"):
+            # A page of another site whose name leads here.
+            text = f"This viewer is not at {host}."
+            self._send(text, status=HTTPStatus.FORBIDDEN)
+        elif path == "/":
+            self._send(viewer.page(), "text/html")
+        elif path == "/data.json":
+            text, tag = viewer.data()
+            if self.headers.get("If-None-Match") == tag:
+                self._send("", status=HTTPStatus.NOT_MODIFIED)
+            else:
+                self._send(text, "application/json")
+        elif found := _GROUP.fullmatch(path):
+            self._send_group(int(found[1]), unquote(found[2]))
+        else:
+            self._send("There is no such page.", status=HTTPStatus.NOT_FOUND)
+
+    def _send_group(self, run: int, name: str) -> None:
+        text = self.server.viewer.group(run, name)
         if text is None:
-            return web.Response(
-                status=404,
-                text=f"The conversations of group {name} were not recorded, or have "
-                f"made room for newer ones.",
+            text = (
+                f"The conversations of group {name} were not recorded, or have made "
+                f"room for newer ones."
             )
-        return web.Response(text=text, content_type="application/json")
+            self._send(text, status=HTTPStatus.NOT_FOUND)
+        else:
+            self._send(text, "application/json")
 
-    app = web.Application(middlewares=[_only_here])
-    app.router.add_get("/", page)
-    app.router.add_get("/data.json", data)
-    app.router.add_get(r"/group/{run:\d+}/{name}", group)
-    return app
-
-
-@web.middleware
-async def _only_here(
-    request: web.Request, handler: Callable[[web.Request], object]
-) -> web.StreamResponse:
-    """Refuses a page of another site whose name leads here."""
-    host = request.url.host
-    if host not in (HOST, "localhost", "::1"):
-        return web.Response(status=403, text=f"This viewer is not at {host}.")
-    return await handler(request)  # type: ignore[misc, no-any-return]
+    def _send(
+        self, text: str, kind: str = "text/plain", status: HTTPStatus = HTTPStatus.OK
+    ) -> None:
+        body = text.encode()
+        self.send_response(status)
+        if status != HTTPStatus.NOT_MODIFIED:
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
-async def serve(
-    viewer: Viewer, port: int, *, ready: Callable[[str], None]
-) -> None:  # pragma: no cover - Until it is cancelled.
-    """Serves until it is cancelled; ``ready`` is called with the address."""
-    runner = web.AppRunner(make_app(viewer), access_log=None)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, HOST, port)
-        await site.start()
-        # The browser is not there yet; what fails is told when it asks.
-        first = asyncio.ensure_future(asyncio.to_thread(viewer.data))
-        first.add_done_callback(lambda done: done.cancelled() or done.exception())
-        ready(f"http://{HOST}:{runner.addresses[0][1]}/")
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()
+def serve(viewer: Viewer, port: int, *, ready: Callable[[str], None]) -> None:
+    """Serves until an exception ends it; ``ready`` is called with the address.
+
+    Raises:
+        OSError: if the port cannot be used.
+    """
+    with ViewerServer(viewer, port) as server:
+        # The browser is not there yet.
+        threading.Thread(target=_read, args=(viewer,), daemon=True).start()
+        ready(server.url)
+        server.serve_forever()
+
+
+def _read(viewer: Viewer) -> None:
+    # What fails is told when the browser asks.
+    with suppress(Exception):
+        viewer.data()

@@ -189,9 +189,9 @@ def override(bars: Sequence[Bar], others: Sequence[Bar]) -> list[Bar]:
         began = bar.began
         while first < len(others) and others[first].ended <= began:
             first += 1
-        for other in others[first:]:
-            if other.began >= bar.ended:
-                break
+        place = first
+        while place < len(others) and (other := others[place]).began < bar.ended:
+            place += 1
             if other.began > began:
                 found.append(_part(bar, began, other.began))
             began = max(began, other.ended)
@@ -220,6 +220,10 @@ def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
     for bar in bars:
         place = min(int((bar.began - start) / width), most - 1)
         last = min(int((bar.ended - start) / width), most - 1)
+        if place == last:
+            share = shares[place]
+            share[bar.name] = share.get(bar.name, 0.0) + bar.ended - bar.began
+            continue
         for each in range(place, last + 1):
             low, high = start + each * width, start + (each + 1) * width
             seconds = min(bar.ended, high) - max(bar.began, low)

@@ -21,8 +21,8 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import check_flag, given_once
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import (
-    hide_passwords,
     normalize_url,
     split_credentials,
 )

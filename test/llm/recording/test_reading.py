@@ -202,6 +202,26 @@ def test_lines_of_another_kind_are_counted(folder):
     assert (group.tokens, group.rewards) == (7, [])
 
 
+def test_a_group_has_the_totals_of_its_responses(tmp_path):
+    given = [
+        {"tokens": 3, "keys": ["a", "b"], "reward": 0.5, "rewards": {"x": 1.0}},
+        {"tokens": 4, "keys": ["c"], "rewards": {"x": None, "y": 2.0}, "turns": 3},
+        {"tokens": 5, "keys": [], "reward": -1, "cut": True, "versions": [2, 3]},
+        {"tokens": 6, "keys": ["d"], "rewards": {"x": 0.25}, "versions": [1, 9]},
+        {"tokens": 7, "keys": ["e"], "versions": [], "tools": 2},
+    ]
+    run = Recorded(tmp_path)
+    line = {"id": 1, "time": [1.0, 2.0], "status": "complete", "responses": given}
+    run.files.append("groups", line)
+    run.close()
+    (group,) = Recording.open(tmp_path).groups
+    assert [each.tokens for each in group.responses] == [3, 4, 5, 6, 7]
+    assert (group.count, group.tokens, group.keys) == (5, 25, list("abcde"))
+    assert (group.rewards, group.best, group.worst) == ([0.5, -1.0], 0.5, -1.0)
+    assert group.named == {"x": (1.25, 2), "y": (2.0, 1)}
+    assert (group.turns, group.tools, group.cut, group.oldest) == (3, 2, 1, 1)
+
+
 def test_a_recorder_that_goes_on_adds_to_the_folder(folder):
     before = len(Recording.open(folder).events)
     with RunRecorder(folder) as recorder:

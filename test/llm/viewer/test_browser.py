@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import threading
@@ -16,7 +15,7 @@ from helpers.recorded_runs import BEGAN, Recorded, write_run
 
 from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
 from torchrl_sglang.viewer.page import page_html, self_contained
-from torchrl_sglang.viewer.serve import Viewer, serve
+from torchrl_sglang.viewer.serve import Viewer, ViewerServer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -277,27 +276,12 @@ def served(tmp_path):
     run.time = time.time() - 5.0
     run.step()
     viewer = Viewer([Recording.open(run.folder)])
-    loop, found, ready = asyncio.new_event_loop(), [], threading.Event()
-
-    def listens(url):
-        found.append(url)
-        ready.set()
-
-    task = loop.create_task(serve(viewer, 0, ready=listens))
-
-    def work():
-        try:
-            loop.run_until_complete(task)
-        except asyncio.CancelledError:
-            return
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    assert ready.wait(60)
-    yield run, found[0]
-    loop.call_soon_threadsafe(task.cancel)
-    thread.join(60)
-    loop.close()
+    with ViewerServer(viewer, 0) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield run, server.url
+        server.shutdown()
+        thread.join(60)
     run.close()
 
 

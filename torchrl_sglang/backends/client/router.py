@@ -15,7 +15,8 @@ from torchrl_sglang.errors import (
     ServerTimeoutError,
     ServerUnavailableError,
 )
-from torchrl_sglang.support.urls import hide_passwords, split_credentials
+from torchrl_sglang.support.passwords import hide_passwords
+from torchrl_sglang.support.urls import split_credentials
 
 WORKER_TIMEOUT_SECONDS = 45.0
 """Default timeout for a change of the worker list; a router gives up after 30 s."""

@@ -36,7 +36,8 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.event_loop import run_sync
-from torchrl_sglang.support.urls import hide_passwords, split_credentials
+from torchrl_sglang.support.passwords import hide_passwords
+from torchrl_sglang.support.urls import split_credentials
 from torchrl_sglang.types import ServerCapabilities
 
 POLL_SECONDS = 0.1

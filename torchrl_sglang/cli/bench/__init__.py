@@ -29,7 +29,7 @@ from torchrl_sglang.cli.options import (
     start_arguments,
 )
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.urls import hide_passwords
+from torchrl_sglang.support.passwords import hide_passwords
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang

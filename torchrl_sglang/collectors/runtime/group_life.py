@@ -5,20 +5,42 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.recording.records import GroupRecord, ResponseRecord
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Begun:
+class _Begun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group that runs, or waits to be taken."""
 
     id: int
     time: float
     version: int
+
+
+class _EndedGroup(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Makes the record of a group, in the recorder's thread."""
+
+    begun: _Begun
+    position: int
+    ended: float
+    version: int
+    kept: bool
+    responses: Callable[[], Sequence[ResponseRecord]]
+
+    def __call__(self) -> GroupRecord:
+        return GroupRecord(
+            id=self.begun.id,
+            position=self.position,
+            began=self.begun.time,
+            ended=self.ended,
+            status="complete" if self.kept else "filtered",
+            versions=(self.begun.version, self.version),
+            responses=self.responses(),
+        )
 
 
 class GroupLife:
@@ -67,18 +89,14 @@ class GroupLife:
         if self._recorder is None or begun is None:
             return
         ended = time.time()
-
-        def make() -> GroupRecord:
-            return GroupRecord(
-                id=begun.id,
-                position=position,
-                began=begun.time,
-                ended=ended,
-                status="complete" if kept else "filtered",
-                versions=(begun.version, version),
-                responses=responses(),
-            )
-
+        make = _EndedGroup(
+            begun=begun,
+            position=position,
+            ended=ended,
+            version=version,
+            kept=kept,
+            responses=responses,
+        )
         self._recorder.group(make, self._tokenizer, 1 + tokens)
         if not kept:
             self._forget(position)

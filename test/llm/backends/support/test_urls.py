@@ -20,9 +20,9 @@ from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.launch.router import make_sglang_router
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import (
     address_facing,
-    hide_passwords,
     is_loopback,
     is_this_machine,
     split_credentials,
