@@ -611,7 +611,7 @@ def test_servers_that_die_while_they_generate(servers):
     """Last in this file: nobody is left afterwards."""
     first, second = servers
     with make_sglang_router(urls(servers), policy="round_robin") as router:
-        thread, answers = in_background(router.url, long(600))
+        thread, answers = in_background(router.url, long(1500))
         wait_for(lambda: running(first) == running(second) == 4)
         os.kill(descendants(first.pid)[0], signal.SIGKILL)
         took = wait_for(lambda: (first.url, False) in run_sync(router.workers()))
