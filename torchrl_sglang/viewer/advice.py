@@ -43,6 +43,8 @@ class Figures:
     """Servers that do not serve."""
     max_staleness: int | None = None
     """Bound of the collector; ``None``: unknown."""
+    servers: int = 1
+    """Number of servers."""
 
 
 def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | None:
@@ -89,6 +91,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
             and not str(each.get("state")).startswith("asleep")
         ),
         max_staleness=bound if isinstance(bound, int) else None,
+        servers=len(servers),
     )
 
 
@@ -158,7 +161,8 @@ def _of_both(found: Figures, shares: str) -> str:
     idle = (
         "" if found.idle is None else f", and servers do not generate {found.idle:.0%}"
     )
-    fewer = "" if found.idle is None else "; fewer servers would do"
+    spare = found.idle is not None and found.servers > 1
+    fewer = "; fewer servers would do" if spare else ""
     both = found.idle is not None and min(found.waiting, found.idle) >= LARGE
     if both and found.max_staleness == 0:
         return (

@@ -28,7 +28,7 @@ BALANCED = Figures(
     ("change", "bound", "remedy"),
     [
         ({}, "Training bounds", "max_tokens_per_pass"),
-        ({"idle": 0.8}, "Training bounds", "fewer servers"),
+        ({"idle": 0.8, "servers": 2}, "Training bounds", "fewer servers would do"),
         (
             {"waiting": 0.8, "training": 0.1, "queued": 2.0},
             "Generation bounds",
@@ -57,6 +57,10 @@ def test_what_bounds_a_run(change, bound, remedy):
     assert remedy in said
 
 
+def test_a_run_with_one_server_needs_it():
+    assert "fewer" not in advise(replace(BALANCED, idle=0.8))
+
+
 def test_nothing_is_said_of_what_is_not_known():
     assert "not known yet" in advise(None)
 
@@ -69,7 +73,8 @@ def test_few_answers_of_servers_do_not_tell_how_idle_they_are(tmp_path, steps, k
     assert (len(data.engine) >= LEAST_ANSWERS) == known
     found = figures_of(data, lanes(data))
     assert (found.idle is not None) == known
-    said = advise(replace(BALANCED, idle=found.idle))
+    assert found.servers == 2
+    said = advise(replace(BALANCED, idle=found.idle, servers=found.servers))
     assert ("fewer servers" in said, "do not generate" in said) == (known, known)
 
 
