@@ -471,7 +471,9 @@ class AsyncSGLang(TorchRLCalls):
                 configuration, tokenizer and parameters here, whatever the servers do.
             drafts: as for :meth:`from_pretrained`, with servers that were started with
                 ``speculative_algorithm="NGRAM"`` and a positive
-                ``speculative_ngram_external_sam_budget``.
+                ``speculative_ngram_external_sam_budget``; for requests with a
+                temperature, with this package's plugin, too
+                (:doc:`/guides/history_drafts`).
 
         Raises:
             ServerUnavailableError: if no SGLang server answers there.

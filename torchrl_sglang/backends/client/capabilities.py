@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from torchrl_sglang.backends.client.drafts import check_draft
+from torchrl_sglang.backends.client.drafts import check_draft, drafts_by_ngrams
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.model_info import ModelReader
 from torchrl_sglang.backends.client.quantization import find_quantization
@@ -361,7 +361,7 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
     the served model as its draft, or none. NGRAM drafts from texts.
     """
     algorithm = server_info.get("speculative_algorithm")
-    if not algorithm or str(algorithm).upper() == "NGRAM":
+    if not algorithm or drafts_by_ngrams(server_info):
         return None
     path = server_info.get("speculative_draft_model_path")
     return "same" if path in (None, "", server_info.get("model_path")) else "separate"
@@ -370,7 +370,7 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
 def _takes_draft_texts(server_info: Mapping[str, Any]) -> bool:
     """Returns whether a server reserves drafts for texts, and can read these."""
     return (
-        str(server_info.get("speculative_algorithm")).upper() == "NGRAM"
+        drafts_by_ngrams(server_info)
         and bool(server_info.get("speculative_ngram_external_sam_budget"))
         and not server_info.get("skip_tokenizer_init")
     )
@@ -381,7 +381,7 @@ def _biased_drafts(server_info: Mapping[str, Any]) -> bool:
 
     They do in SGLang, and do not where each scheduler has our plugin.
     """
-    if str(server_info.get("speculative_algorithm")).upper() != "NGRAM":
+    if not drafts_by_ngrams(server_info):
         return False
     states = server_info.get("internal_states") or []
     return not states or not all(state.get(NGRAM_PLUGIN) for state in states)

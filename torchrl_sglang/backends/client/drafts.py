@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torchrl_sglang.errors import UnsupportedByServerError
 from torchrl_sglang.types import DraftUpdate, ServerCapabilities, WeightRoute
+
+
+def drafts_by_ngrams(server_args: Mapping[str, Any]) -> bool:
+    """Returns whether a server takes its drafts from texts, not from a model."""
+    return str(server_args.get("speculative_algorithm")).upper() == "NGRAM"
 
 
 def updates_draft(capabilities: ServerCapabilities, draft: DraftUpdate) -> bool:
@@ -90,8 +96,9 @@ def check_draft(
 
 
 def _check_ngram(capabilities: ServerCapabilities, route: WeightRoute) -> None:
-    algorithm = str(capabilities.server_args.get("speculative_algorithm")).upper()
-    if algorithm == "NGRAM" and route == "disk" and not capabilities.selects_draft:
+    """Raises the error if a server that has no draft model would end."""
+    ends = route == "disk" and not capabilities.selects_draft
+    if ends and drafts_by_ngrams(capabilities.server_args):
         raise UnsupportedByServerError(
             f"SGLang {capabilities.version} ends when it is to load files while it "
             f"drafts by n-grams (speculative_algorithm='NGRAM'). Nothing was sent. Use "

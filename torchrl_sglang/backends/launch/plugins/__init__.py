@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_sglang.backends.client.drafts import drafts_by_ngrams
+
 FOLDER = Path(__file__).parent
 
 
@@ -22,6 +24,6 @@ def plugin_path(arguments: Mapping[str, Any], known: str) -> str:
         arguments: of the server, under SGLang's names.
         known: its ``PYTHONPATH``.
     """
-    if str(arguments.get("speculative_algorithm")).upper() != "NGRAM":
+    if not drafts_by_ngrams(arguments):
         return known
     return os.pathsep.join(filter(None, [known, str(FOLDER)]))
