@@ -143,6 +143,18 @@ def _lay_out(group: list[TensorSpec], small: bool) -> Bucket:
     )
 
 
+def read_all(weights: Weights) -> NamedTensors:
+    """Reads weights that stay as they are; they may still have to be cast."""
+    shapes = {spec.name: spec.shape for spec in weights.specs}
+    found: NamedTensors = {}
+    for name, value in weights.read():
+        _check_shape(name, value, shapes)
+        found[name] = value
+    if found.keys() != shapes.keys():
+        raise _ended_early([name for name in shapes if name not in found])
+    return found
+
+
 def read_buckets(
     weights: Weights, max_bytes: int, small_below: int = 0
 ) -> Iterator[tuple[Bucket, NamedTensors]]:
@@ -155,15 +167,9 @@ def read_buckets(
         while not held.keys() >= set(names):
             item = next(source, None)
             if item is None:
-                raise WeightMismatchError(
-                    f"The source of the weights ended before it had yielded {names}."
-                )
+                raise _ended_early(names)
             name, value = item
-            if value.shape != shapes.get(name):
-                raise WeightMismatchError(
-                    f"The source of the weights yields {name} of {tuple(value.shape)}, "
-                    f"and announced {shapes.get(name, 'no such tensor')}."
-                )
+            _check_shape(name, value, shapes)
             held[name] = value
             del item, value
         tensors = {name: held.pop(name) for name in names}
@@ -173,6 +179,22 @@ def read_buckets(
             tensors.clear()
     # An exporter runs to its end, with whatever collectives it still has.
     deque(source, maxlen=0)
+
+
+def _check_shape(
+    name: str, value: torch.Tensor, shapes: Mapping[str, torch.Size]
+) -> None:
+    if value.shape != shapes.get(name):
+        raise WeightMismatchError(
+            f"The source of the weights yields {name} of {tuple(value.shape)}, "
+            f"and announced {shapes.get(name, 'no such tensor')}."
+        )
+
+
+def _ended_early(names: Iterable[str]) -> WeightMismatchError:
+    return WeightMismatchError(
+        f"The source of the weights ended before it had yielded {list(names)}."
+    )
 
 
 def flatten(

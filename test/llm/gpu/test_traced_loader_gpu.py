@@ -14,6 +14,7 @@ import torch
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model, start
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.errors import WeightSyncError
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.weight_update.transports.traced import QUESTION
 
@@ -25,6 +26,7 @@ OTHER_TRAINER = """
 import sys
 from helpers.gpu import new_model
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.errors import WeightSyncError
 engine = AsyncSGLang.connect(sys.argv[1])
 scheme = SGLangWeightSyncScheme(engine, transport="cuda_ipc")
 scheme.create_sender().update_weights(new_model(3))
@@ -174,3 +176,33 @@ def test_nccl(gpu_model_path, bucket_bytes):
                     assert found == expected[index]
             scheme.shutdown()
         assert answer(engine)[2:4] == [0.0, 1.0]
+
+
+@pytest.mark.skipif(GPUS < 2, reason="weights travel from one GPU to another")
+def test_a_trainer_that_fails_between_buckets_is_given_up(gpu_model_path, monkeypatch):
+    """The server has queued on its GPU what it is to receive, and waits there."""
+    model = new_model(3)
+    with start(
+        gpu_model_path, cuda_devices=[GPUS - 1], weight_loader="traced"
+    ) as engine:
+        scheme = SGLangWeightSyncScheme(
+            engine, transport="broadcast", bucket_bytes=SMALL, send_timeout=20
+        )
+        sender = scheme.create_sender()
+        sender.update_weights(model)
+        transport = sender._transport
+        make, made = transport._make_flight, []
+
+        def make_some(*given):
+            if len(made) == 2:
+                raise torch.OutOfMemoryError("there is no memory")
+            made.append(make(*given))
+            return made[-1]
+
+        monkeypatch.setattr(transport, "_make_flight", make_some)
+        with pytest.raises(WeightSyncError, match="there is no memory"):
+            sender.update_weights(model)
+        monkeypatch.undo()
+        sender.update_weights(model)
+        assert difference(engine, model) < TOLERANCE
+        scheme.shutdown()

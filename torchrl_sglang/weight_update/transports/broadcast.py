@@ -12,7 +12,8 @@ import datetime
 import time
 import uuid
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -42,6 +43,7 @@ from torchrl_sglang.weight_update.weights import (
     NamedTensors,
     Weights,
     flatten,
+    plan_buckets,
     read_buckets,
 )
 
@@ -89,6 +91,20 @@ class BroadcastOptions(TransportOptions):
             self._set("master_port", check_port("master_port", self.master_port))
 
 
+@dataclass(kw_only=True, slots=True)
+class _Flight:
+    """A bucket whose broadcasts may not have ended."""
+
+    parts: list[torch.Tensor]
+    """The tensors that they read."""
+    owned: bool
+    """Whether these are the source's own, which take no further memory."""
+    ready: Any
+    """Event on the device that they wait for; ``None`` without one."""
+    works: list[Any] = field(default_factory=list)
+    """The broadcasts that have begun."""
+
+
 class BroadcastTransport(WeightTransport):
     """Broadcasts buckets from rank 0, this process, to the ranks of all servers."""
 
@@ -103,8 +119,7 @@ class BroadcastTransport(WeightTransport):
     ) -> None:
         super().__init__(engine, options, device=device)
         self._backend = "nccl" if device.type == "cuda" else "gloo"
-        # Broadcasts that may not have ended, and the tensors that they read, by bucket.
-        self._in_flight: deque[tuple[list[Any], list[torch.Tensor]]] = deque()
+        self._in_flight: deque[_Flight] = deque()
         self._loader: TracedLoader | None = None
         self._group: Any = None
         self._group_name = ""
@@ -125,7 +140,9 @@ class BroadcastTransport(WeightTransport):
             self._give_up()
         self._refuse_stages()
         traced = uses_traced_loader(self._engine, self._options.weight_loader)
-        self._loader = TracedLoader(self._engine) if traced else None
+        self._loader = (
+            TracedLoader(self._engine, self._options.send_timeout) if traced else None
+        )
         if self._backend == "nccl":
             process_group.share_nccl_settings(
                 self._engine.capabilities.args, refuse=True
@@ -193,26 +210,33 @@ class BroadcastTransport(WeightTransport):
     def send(self, weights: Weights, *, version: str) -> int:
         """Broadcasts bucket after bucket; see :class:`.WeightTransport`.
 
-        Over NCCL a server answers when it has queued a bucket on its device, so the
-        link never waits for requests.
+        Over NCCL a server answers when it has queued what it receives on its device, so
+        the link does not wait for the requests' answers. A traced loader puts most
+        tensors where they belong, without memory for buckets, so one request is for all
+        of them where the source holds them, too.
         """
         self._in_flight.clear()
-        count, sent = 0, 0
+        size, small_below = self._options.bucket_bytes, SMALL_BELOW[self._backend]
+        buckets = plan_buckets(weights.specs, size, small_below)
+        traced, stable = self._loader is not None, weights.stable
+        groups = [buckets] if traced and stable else [[each] for each in buckets]
+        read = read_buckets(weights, size, small_below)
+        sent = 0
         if self._loader is not None:
             self._loader.begin()
         try:
-            size, small_below = self._options.bucket_bytes, SMALL_BELOW[self._backend]
-            for bucket, tensors in read_buckets(weights, size, small_below):
-                sent += len(bucket.specs)
-                last = sent == len(weights.specs)
-                self._send_bucket(bucket, tensors, version if last else None, count > 0)
-                count += 1
-                # Buckets in flight hold memory, except where that is the parameters'.
-                own = {tensor.data_ptr() for tensor in tensors.values()}
-                parts = {part.data_ptr() for part in self._in_flight[-1][1]}
-                if not (weights.stable and parts <= own):
-                    self._settle(keep=1 if weights.stable else 0)
-                del tensors
+            for group in groups:
+                sent += len(group)
+                self._send_buckets(
+                    group,
+                    read,
+                    stable=stable,
+                    version=version if sent == len(buckets) else None,
+                    begun=sent > len(group),
+                )
+            if not stable:
+                self._settle(keep=0)
+            deque(read, maxlen=0)
             if self._loader is not None:
                 # While the link is busy with the last bucket.
                 run_sync(self._loader.check())
@@ -222,49 +246,34 @@ class BroadcastTransport(WeightTransport):
                 # Given up already, where the failure was noticed.
                 raise
             self._fail(
-                error,
-                f"The weights did not arrive at {self._servers}",
-                untouched=count == 0,
+                error, f"The weights did not arrive at {self._servers}", untouched=False
             )
-        return count
+        return len(buckets)
 
-    def _send_bucket(
-        self, bucket: Bucket, tensors: NamedTensors, version: str | None, begun: bool
+    def _send_buckets(
+        self,
+        buckets: list[Bucket],
+        read: Iterator[tuple[Bucket, NamedTensors]],
+        *,
+        stable: bool,
+        version: str | None,
+        begun: bool,
     ) -> None:
-        if bucket.small:
-            parts = [flatten(bucket, tensors, self._device)]
-        else:
-            # The tensors themselves where they are as they are served.
-            parts = [
-                tensors[spec.name].detach().to(self._device, spec.dtype).contiguous()
-                for spec in bucket.specs
-            ]
-        ready = None
-        if self._backend == "nccl":
-            ready = torch.cuda.current_stream(self._device).record_event()
-        works: list[Any] = []
-        self._in_flight.append((works, parts))
+        """Broadcasts the next buckets, which servers receive by one request."""
         request: concurrent.futures.Future[None] | None = None
         try:
-            request = submit(self._receive(bucket, version))
-            # Even starting can block: NCCL's first call waits for every rank.
-            starting = process_group.in_thread(
-                process_group.start_broadcasts,
-                parts,
-                self._group,
-                ready,
-                works,
-                self._is_grouped(bucket),
-            )
-            while not request.done():
-                concurrent.futures.wait([request], POLL_SECONDS)
-                if starting.done():
-                    starting.result()
-                    for work in works:
-                        if work.is_completed():
-                            work.wait()  # Raises if the broadcast has failed.
-            request.result()
-            starting.result(self._options.send_timeout)
+            for bucket in buckets:
+                if self._in_flight and not (stable and self._in_flight[-1].owned):
+                    self._settle(keep=1 if stable else 0, request=request)
+                _, tensors = next(read)
+                flight = self._make_flight(bucket, tensors, stable)
+                del tensors
+                self._in_flight.append(flight)
+                if request is None:
+                    request = submit(self._receive(buckets, version))
+                self._start(flight, self._is_grouped(bucket), request)
+            if request is not None:
+                self._finish(request)
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
             # A lost answer is not a refusal, and servers may have loaded garbage where
             # nothing was sent.
@@ -273,20 +282,77 @@ class BroadcastTransport(WeightTransport):
                 request.cancel()
             self._fail(
                 error,
-                f"A bucket did not arrive at {self._servers}",
+                f"The weights did not arrive at {self._servers}",
                 untouched=(request is None or refused) and not begun,
             )
 
-    async def _receive(self, bucket: Bucket, version: str | None) -> None:
-        """Makes every server receive a bucket."""
-        route, fields = self._order(bucket)
+    def _make_flight(
+        self, bucket: Bucket, tensors: NamedTensors, stable: bool
+    ) -> _Flight:
+        """Returns what is broadcast of a bucket, before it is."""
+        if bucket.small:
+            parts = [flatten(bucket, tensors, self._device)]
+        else:
+            # The tensors themselves where they are as they are served.
+            parts = [
+                tensors[spec.name].detach().to(self._device, spec.dtype).contiguous()
+                for spec in bucket.specs
+            ]
+        own = {tensor.data_ptr() for tensor in tensors.values()}
+        ready = None
+        if self._backend == "nccl":
+            ready = torch.cuda.current_stream(self._device).record_event()
+        owned = stable and own >= {part.data_ptr() for part in parts}
+        return _Flight(parts=parts, owned=owned, ready=ready)
+
+    def _start(
+        self,
+        flight: _Flight,
+        together: bool,
+        request: concurrent.futures.Future[None],
+    ) -> None:
+        """Starts the broadcasts of a bucket, and waits until they have begun.
+
+        Even that can block: NCCL's first call waits for every rank.
+        """
+        timeout = self._options.send_timeout
+        deadline = time.monotonic() + timeout
+        starting = process_group.in_thread(
+            process_group.start_broadcasts,
+            flight.parts,
+            self._group,
+            flight.ready,
+            flight.works,
+            together,
+        )
+        while not starting.done():
+            concurrent.futures.wait([starting], POLL_SECONDS)
+            if request.done():
+                request.result()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"A broadcast did not begin within {timeout:g} s.")
+        starting.result()
+
+    def _finish(self, request: concurrent.futures.Future[None]) -> None:
+        """Waits for the answer to a request while its broadcasts run."""
+        while not request.done():
+            concurrent.futures.wait([request], POLL_SECONDS)
+            for flight in self._in_flight:
+                for work in flight.works:
+                    if work.is_completed():
+                        work.wait()  # Raises if the broadcast has failed.
+        request.result()
+
+    async def _receive(self, buckets: list[Bucket], version: str | None) -> None:
+        """Makes every server receive buckets."""
+        route, fields = self._order(buckets)
 
         async def receive(_: int, url: str) -> None:
             await self._engine.control.update_weights_from(
                 route,
                 **fields,
                 weight_version=version,
-                timeout=self._options.send_timeout,
+                timeout=self._options.send_timeout * len(buckets),
                 draft=self._options.draft,
                 urls=[url],
             )
@@ -299,11 +365,12 @@ class BroadcastTransport(WeightTransport):
             grace_seconds=REFUSAL_SECONDS,
         )
 
-    def _order(self, bucket: Bucket) -> tuple[WeightRoute, dict[str, Any]]:
-        """Returns how a bucket is received: the route, and its fields."""
+    def _order(self, buckets: list[Bucket]) -> tuple[WeightRoute, dict[str, Any]]:
+        """Returns how buckets are received: the route, and its fields."""
         if self._loader is not None:
-            grouped = self._is_grouped(bucket)
-            return "tensor", self._loader.receive(bucket, self._group_name, grouped)
+            together = self._backend == "nccl"
+            return "tensor", self._loader.receive(buckets, self._group_name, together)
+        (bucket,) = buckets
         return "distributed", {
             "names": [spec.name for spec in bucket.specs],
             "dtypes": [str(s.dtype).removeprefix("torch.") for s in bucket.specs],
@@ -317,20 +384,30 @@ class BroadcastTransport(WeightTransport):
         traced = self._loader is not None
         return traced and self._backend == "nccl" and not bucket.small
 
-    def _settle(self, *, keep: int) -> None:
-        """Waits until at most ``keep`` buckets are in flight."""
+    def _settle(
+        self, *, keep: int, request: concurrent.futures.Future[None] | None = None
+    ) -> None:
+        """Waits until at most ``keep`` buckets are in flight.
+
+        ``request`` is the one that they are received by, if it may not be answered yet.
+        """
         timeout = self._options.send_timeout
         while len(self._in_flight) > keep:
             deadline = time.monotonic() + timeout
             next_check = time.monotonic() + CHECK_SECONDS
-            for work in self._in_flight[0][0]:
+            for work in self._in_flight[0].works:
                 # NCCL's wait() only makes the current stream wait.
                 while not work.is_completed():
                     if time.monotonic() > deadline:
                         raise TimeoutError(
                             f"A broadcast did not end within {timeout:g} s."
                         )
-                    if self._loader is not None and time.monotonic() > next_check:
+                    if request is not None and request.done():
+                        request.result()
+                        request = None
+                    late = time.monotonic() > next_check
+                    # A question to a server that receives waits for the end of that.
+                    if late and request is None and self._loader is not None:
                         # A traced loader that fails answers as if it had not.
                         run_sync(self._loader.check())
                         next_check = time.monotonic() + CHECK_SECONDS
@@ -363,8 +440,11 @@ class BroadcastTransport(WeightTransport):
         in_flight, self._in_flight = self._in_flight, deque()
         self._leave()
         if group is not None:
-            works = [work for works, _ in in_flight for work in works]
-            parts = [part for _, parts in in_flight for part in parts]
+            works = [work for flight in in_flight for work in flight.works]
+            parts = [part for flight in in_flight for part in flight.parts]
+            for flight in in_flight:
+                # An error's frames may hold these, and a work its connections.
+                flight.works, flight.parts = [], []
             process_group.abandon(group, works, parts, self._backend)
 
     def _leave(self) -> concurrent.futures.Future[Any]:

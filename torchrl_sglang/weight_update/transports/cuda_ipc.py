@@ -21,7 +21,7 @@ import torch
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
-from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.types import TRACED_LOADER
 from torchrl_sglang.weight_update.transports.base import WeightTransport, send_to_each
 from torchrl_sglang.weight_update.transports.handle_ranks import (
@@ -44,11 +44,11 @@ from torchrl_sglang.weight_update.transports.traced import (
     uses_traced_loader,
 )
 from torchrl_sglang.weight_update.weights import (
-    NamedTensors,
     TensorSpec,
     Weights,
     flatten,
     plan_buckets,
+    read_all,
     read_buckets,
 )
 
@@ -90,7 +90,7 @@ class CudaIpcTransport(WeightTransport):
         self._owners: tuple[int, ...] | None = None
         self._held: deque[Content] = deque()
         self._traced = False
-        self._loader = TracedLoader(engine)
+        self._loader = TracedLoader(engine, self._options.send_timeout)
 
     @property
     def connected(self) -> bool:
@@ -137,6 +137,7 @@ class CudaIpcTransport(WeightTransport):
         self._held.clear()
         in_flight: deque[Future[None]] = deque()
         count, seen = 0, 0
+        early: Future[None] | None = None
         self._loader.begin()
         try:
             for content in self._contents(weights):
@@ -149,16 +150,21 @@ class CudaIpcTransport(WeightTransport):
                 while len(in_flight) > 1:
                     in_flight.popleft().result()
                     self._held.popleft()
+            if self._traced and not self._by_ranks(weights):
+                early = self._loader.check_early()
             while in_flight:
                 in_flight.popleft().result()
                 self._held.popleft()
-            if self._traced and not self._by_ranks(weights):
-                run_sync(self._loader.check())
+            if early is not None:
+                self._loader.confirm(early)
         except BaseException as error:
             failure = self._give_up(error, in_flight, count)
             if not isinstance(error, Exception):
                 raise
             raise failure from error
+        finally:
+            if early is not None:
+                early.cancel()
         self._held.clear()
         return count
 
@@ -198,9 +204,7 @@ class CudaIpcTransport(WeightTransport):
             for bucket, tensors in read_buckets(weights, half):
                 yield content_of(bucket, tensors, self._device, apart=self._apart)
             return
-        found: NamedTensors = {}
-        for _, some in read_buckets(weights, self._bucket_bytes):
-            found.update(some)
+        found = read_all(weights)
         ready = {
             s.name for s in weights.specs if is_ready(s, found[s.name], self._device)
         }
@@ -222,9 +226,7 @@ class CudaIpcTransport(WeightTransport):
                 yield self._loader.flat(bucket.specs, flat)
                 del flat
             return
-        found: NamedTensors = {}
-        for _, some in read_buckets(weights, self._bucket_bytes):
-            found.update(some)
+        found = read_all(weights)
         ready = [s for s in weights.specs if is_ready(s, found[s.name], device)]
         if ready:
             yield self._loader.memory(ready, found, apart=self._apart)

@@ -7,18 +7,25 @@ server, so it is kept there, and asked for after the last order of an update.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
+from torchrl_sglang.errors import (
+    SGLangError,
+    UnsupportedByServerError,
+    WeightTransferError,
+)
+from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.types import TRACED_LOADER
 from torchrl_sglang.weight_update.transports.handles import Content, memory_of, pack
 from torchrl_sglang.weight_update.weights import Bucket, NamedTensors, TensorSpec
@@ -62,10 +69,16 @@ def uses_traced_loader(engine: RLSGLangEngine, wanted: str) -> bool:
 
 
 class TracedLoader:
-    """Gives orders to the traced loaders of an engine's servers."""
+    """Gives orders to the traced loaders of an engine's servers.
 
-    def __init__(self, engine: RLSGLangEngine) -> None:
+    Args:
+        engine: of the servers.
+        send_timeout: timeout of a transfer, in seconds.
+    """
+
+    def __init__(self, engine: RLSGLangEngine, send_timeout: float) -> None:
         self._engine = engine
+        self._timeout = min(send_timeout, CONTROL_TIMEOUT_SECONDS)
         self._update = 0
         self._requests = 0
         self._memory = 0
@@ -94,30 +107,35 @@ class TracedLoader:
         order = {
             "do": action,
             "update": self._update,
-            "tensors": [
-                (spec.name, str(spec.dtype).removeprefix("torch."), tuple(spec.shape))
-                for spec in specs
-            ],
+            "tensors": _describe(specs),
             **fields,
         }
         empty = torch.empty(0, dtype=torch.uint8)
         return [(json.dumps(order), empty if content is None else content)]
 
-    def receive(self, bucket: Bucket, group: str, together: bool) -> dict[str, Any]:
-        """Returns the fields of a request to receive a bucket from a process group.
+    def receive(
+        self, buckets: Sequence[Bucket], group: str, together: bool
+    ) -> dict[str, Any]:
+        """Returns the fields of a request to receive buckets from a process group.
 
         Args:
-            bucket: what is broadcast, as one run of bytes where it is ``small``.
+            buckets: what is broadcast, each as one run of bytes where it is ``small``.
             group: name of the group.
-            together: whether the broadcasts start as one operation.
+            together: whether the broadcasts of each other bucket start as one
+                operation.
         """
         value = self.order(
             "receive",
-            bucket.specs,
             group=group,
-            flat=bucket.small,
-            num_bytes=bucket.num_bytes,
-            together=together,
+            buckets=[
+                {
+                    "tensors": _describe(bucket.specs),
+                    "flat": bucket.small,
+                    "num_bytes": bucket.num_bytes,
+                    "together": together and not bucket.small,
+                }
+                for bucket in buckets
+            ],
         )
         # It says the same to all ranks of a server.
         texts = [pack(value)[0]] * self._engine.capabilities.tp_size
@@ -165,6 +183,23 @@ class TracedLoader:
             content.entries.append(pack(value)[0])
         return content
 
+    def check_early(self) -> concurrent.futures.Future[None]:
+        """Begins to ask, as :meth:`check` does, while the last order is carried out.
+
+        Servers serve one request after the other, so they answer when they have loaded.
+        """
+        return submit(self.check())
+
+    def confirm(self, early: concurrent.futures.Future[None]) -> None:
+        """Waits for the answers to :meth:`check_early`, and checks again without them.
+
+        The question may have been faster than the order.
+        """
+        try:
+            early.result()
+        except SGLangError:
+            run_sync(self.check())
+
     async def check(self) -> None:
         """Asks the servers whether they have loaded what was sent.
 
@@ -172,7 +207,8 @@ class TracedLoader:
             WeightTransferError: if one has not.
         """
         control = self._engine.control
-        answers = await control.get_weights_by_name(QUESTION, 1)
+        call = control.get_weights_by_name(QUESTION, 1, timeout=self._timeout)
+        answers = await call
         kept = True
         for url, answer in zip(control.urls, answers, strict=True):
             update, requests, failed, traced, keeps = answer[:_FACTS]
@@ -198,6 +234,14 @@ class TracedLoader:
             name = f"{QUESTION}/forget/{self._memory}"
             self.release()
             await self._engine.control.get_weights_by_name(name, 1, timeout=timeout)
+
+
+def _describe(specs: Iterable[TensorSpec]) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Returns tensors' names, types and shapes, for JSON."""
+    return [
+        (spec.name, str(spec.dtype).removeprefix("torch."), tuple(spec.shape))
+        for spec in specs
+    ]
 
 
 _warned: set[str] = set()

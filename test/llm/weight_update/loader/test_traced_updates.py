@@ -31,7 +31,7 @@ from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.types import TRACED_LOADER
-from torchrl_sglang.weight_update.transports.traced import QUESTION
+from torchrl_sglang.weight_update.transports.traced import QUESTION, TracedLoader
 
 TENSOR = "/update_weights_from_tensor"
 TRANSPORTS = ("broadcast", "cuda_ipc")
@@ -222,9 +222,13 @@ FAULTS = [
 def test_a_fault_leaves_no_mix_behind(trainer, path, number, fault):
     old, new = new_model("qwen2", 3), new_model("qwen2", 4)
     trainer.sender.update_weights(old)
-    injected = trainer.proxy.inject(path, fault, first=number)
+    # A question that came back without an answer is asked once more.
+    times = 2 if path == "/get_weights_by_name" else 1
+    injected = trainer.proxy.inject(path, fault, first=number, times=times)
+    # All that a broadcast sends is one request, but where it is made bit by bit.
+    given = new if number == 1 else partial(iter, list(new.named_parameters()))
     with pytest.raises(WeightSyncError) as caught:
-        trainer.sender.update_weights(new)
+        trainer.sender.update_weights(given)
     assert injected.happened.is_set()
     trainer.proxy.clear()
     if getattr(caught.value, "untouched", False):
@@ -236,6 +240,59 @@ def test_a_fault_leaves_no_mix_behind(trainer, path, number, fault):
     trainer.sender.update_weights(new)
     assert difference(trainer.engine, new) < TOLERANCE
     assert is_traced(trainer.engine)
+
+
+@pytest.mark.parametrize("trainer", ["cuda_ipc"], indirect=True)
+def test_an_answer_that_is_lost_is_asked_for_again(trainer):
+    injected = trainer.proxy.inject("/get_weights_by_name", "lose")
+    model = new_model("qwen2", 5)
+    trainer.sender.update_weights(model)
+    assert injected.happened.is_set()
+    assert difference(trainer.engine, model) < TOLERANCE
+
+
+@pytest.mark.parametrize("trainer", ["broadcast"], indirect=True)
+def test_buckets_that_are_ready_are_one_request(trainer, monkeypatch):
+    orders = []
+    receive = TracedLoader.receive
+    monkeypatch.setattr(
+        TracedLoader,
+        "receive",
+        lambda self, buckets, *rest: (
+            orders.append(len(buckets)) or receive(self, buckets, *rest)
+        ),
+    )
+    model = new_model("qwen2", 5)
+    report = trainer.sender.update_weights(model)
+    assert orders == [report.num_buckets]
+    assert report.num_buckets > 1
+    orders.clear()
+    pairs = list(new_model("qwen2", 6).named_parameters())
+    report = trainer.sender.update_weights(partial(iter, pairs))
+    assert orders == [1] * report.num_buckets
+
+
+@pytest.mark.parametrize("trainer", ["broadcast"], indirect=True)
+def test_a_trainer_that_fails_between_buckets_is_given_up(trainer, monkeypatch):
+    """The servers wait for the next one in a collective."""
+    model = new_model("qwen2", 5)
+    trainer.sender.update_weights(model)
+    transport = trainer.sender._transport
+    make, made = transport._make_flight, []
+
+    def make_some(*given):
+        if made:
+            raise torch.OutOfMemoryError("there is no memory")
+        made.append(make(*given))
+        return made[0]
+
+    monkeypatch.setattr(transport, "_make_flight", make_some)
+    with pytest.raises(WeightSyncError, match="there is no memory") as caught:
+        trainer.sender.update_weights(model)
+    assert not caught.value.untouched
+    monkeypatch.undo()
+    trainer.sender.update_weights(model)
+    assert difference(trainer.engine, model) < TOLERANCE
 
 
 def test_a_loader_that_fails_is_an_error_and_the_server_lives(traced_engine):

@@ -545,19 +545,28 @@ def _watch(pid: int, began: str | None) -> bool:
 
 
 def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
-    """Receives tensors by broadcasts, into parameters where these take them whole."""
+    """Receives buckets of tensors by broadcasts.
+
+    From NCCL they are only queued on the device when this returns.
+    """
     group = _find_group(order["group"])
-    specs = _specs(order)
-    traced = _prepare(model, state, specs)
-    device = content.device
-    if order["flat"]:
-        num_bytes = order["num_bytes"]
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    _prepare(model, state, [spec for each in order["buckets"] for spec in _specs(each)])
+    for bucket in order["buckets"]:
+        _receive_bucket(model, state, bucket, group, content.device)
+
+
+def _receive_bucket(
+    model: Any, state: LoaderState, bucket: Any, group: Any, device: torch.device
+) -> None:
+    """Receives tensors, into parameters where these take them whole."""
+    specs = _specs(bucket)
+    if bucket["flat"]:
+        flat = torch.empty(bucket["num_bytes"], dtype=torch.uint8, device=device)
         dist.broadcast(flat, src=0, group=group)
         _apply(model, state, specs, _views(flat, specs))
         return
     direct: list[torch.Tensor | None] = [
-        _whole(spec, state.plans[spec]) if traced else None for spec in specs
+        None if state.untraced else _whole(spec, state.plans[spec]) for spec in specs
     ]
     received = [
         torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -565,7 +574,7 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
         else into
         for (_, dtype, shape), into in zip(specs, direct, strict=True)
     ]
-    together = order["together"]
+    together = bucket["together"]
     with _GroupedBroadcasts(group, device) if together else nullcontext([]) as works:
         started = [
             dist.broadcast(each, src=0, group=group, async_op=True) for each in received
