@@ -58,6 +58,14 @@ class Tool(Transform):
         return next_tensordict
 
 
+class Hook(Transform):
+    """Changes a turn, and what the next one begins with, after the step."""
+
+    def _post_step_mdp_hooks(self, tensordict, tensordict_):
+        tensordict["hooked"] = torch.ones(SIZE, 1)
+        return tensordict, tensordict_.set("begun", torch.ones(SIZE, 1))
+
+
 def steps(turns: int) -> list[Transform]:
     return [StepCounter(max_steps=turns)]
 
@@ -67,6 +75,7 @@ TRANSFORMS = {
     "one turn": lambda: steps(1),
     "two turns": lambda: steps(2),
     "tool": lambda: [*steps(2), Tool()],
+    "hook": lambda: [*steps(2), Hook()],
 }
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -74,6 +83,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "two steps": {"dialog_turns_per_batch": 2 * SIZE},
     "policy version": {"track_policy_version": True},
     "reset": {"reset_at_each_iter": True},
+    "two steps, reset": {
+        "dialog_turns_per_batch": 2 * SIZE,
+        "reset_at_each_iter": True,
+    },
     "flat": {"flatten_data": True},
     "postproc": {"postproc": lambda data: data.set("mark", torch.ones(data.shape))},
     "trajectories": {"yield_completed_trajectories": True},
@@ -188,10 +201,9 @@ def test_what_a_turn_reads_of_the_last_one(fake_engine, options):
     assert_same(fake_engine, TRANSFORMS["none"], lambda: forms)
 
 
-def test_conversations_of_different_lengths(fake_engine):
-    assert_same(
-        fake_engine, lambda: [Ends()], lambda: {"yield_completed_trajectories": True}
-    )
+@pytest.mark.parametrize("form", ["reset", "two steps, reset", "trajectories"])
+def test_conversations_of_different_lengths(fake_engine, form):
+    assert_same(fake_engine, lambda: [Ends()], lambda: FORMS[form])
 
 
 @pytest.mark.parametrize("form", ["plain", "trajectories"])
@@ -234,4 +246,8 @@ def test_copies():
     assert whole["nested", "x"].all()
     assert whole["query"] == {"k": [1]}
     assert not has_private_keys(whole)
+    rows = whole.unbind(0)
+    rows[1].set("_z", torch.ones(()))
+    assert not has_private_keys(lazy_stack(list(rows)))
     assert has_private_keys(whole.set(("nested", "_y"), torch.ones(2, 3)))
+    assert has_private_keys(lazy_stack(list(whole.unbind(0))))

@@ -53,12 +53,16 @@ class Encoder:
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each text; faster than one by one."""
+        """Returns the tokens of each text; faster than one by one.
+
+        Samples of a prompt have the same text, which is encoded once.
+        """
         if not texts:
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        different = list(dict.fromkeys(texts))
+        encoded = self.tokenizer(different, add_special_tokens=False)
+        known = dict(zip(different, encoded["input_ids"], strict=True))
+        return [list(known[text]) for text in texts]
 
     def encode_start(self, text: str) -> list[int]:
         """Returns the tokens of a text without a template, as the server finds them.

@@ -11,9 +11,7 @@ rollout's own share of the time 5 times longer, and the constructors alone 1.3 t
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Container, Iterable, Iterator
-from contextlib import contextmanager
 from copy import copy, deepcopy
 from typing import Any
 
@@ -29,33 +27,21 @@ from tensordict import (
 from torchrl_sglang.policies.outputs import wrap
 
 
-@contextmanager
-def collect_garbage_afterwards() -> Iterator[None]:
-    """Pauses Python's garbage collector, which would visit every new object again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def copy_tree(value: Any, recurse: bool) -> Any:
     """Returns ``value.clone(recurse)``: tensors are shared unless ``recurse``."""
     kind = type(value)
     if kind is torch.Tensor:
         return value.clone() if recurse else value
-    inner = vars(value)
-    if "_non_tensordict" in inner:
-        others = inner["_non_tensordict"]
-        if recurse and kind is NonTensorData and type(others["data"]) is not str:
-            others = {**others, "data": deepcopy(others["data"])}
-        return wrap(kind, copy_tree(inner["_tensordict"], recurse), others)
     if kind is TensorDict:
-        return _filled(value, {k: copy_tree(v, recurse) for k, v in value.items()})
+        items = value._tensordict.items()
+        return _filled(value, {key: copy_tree(each, recurse) for key, each in items})
     if kind in _STACKS:
         return _stacked(value, [copy_tree(v, recurse) for v in value.tensordicts])
+    if hasattr(value, "_non_tensordict"):
+        others = value._non_tensordict
+        if recurse and kind is NonTensorData and type(others["data"]) is not str:
+            others = {**others, "data": deepcopy(others["data"])}
+        return wrap(kind, copy_tree(value._tensordict, recurse), others)
     return value.clone(recurse) if is_tensor_collection(value) else copy(value)
 
 
@@ -63,9 +49,10 @@ def _filled(like: TensorDict, items: dict[str, Any]) -> TensorDict:
     """Returns a TensorDict of the same form with other entries, unchecked."""
     return TensorDict._new_unsafe(
         items,
-        batch_size=like.batch_size,
-        device=like.device,
+        batch_size=like._batch_size,
+        device=like._device,
         names=like._maybe_names(),
+        nested=False,
     )
 
 
@@ -107,16 +94,15 @@ def step(env: Any, batch: TensorDictBase) -> TensorDictBase:
 
 
 def has_private_keys(value: Any) -> bool:
-    """Returns whether a key at any level begins with an underscore."""
-    kind = type(value)
-    if kind is torch.Tensor or kind is NonTensorData:
-        return False
-    inner = vars(value)
-    content = inner.get("_tensordict", inner.get("tensordicts", ()))
-    if type(content) is list:
-        return any(map(has_private_keys, content))
+    """Returns whether a key at any level begins with an underscore.
+
+    The keys of a stack are those that all of its elements have.
+    """
+    if isinstance(value, LazyStackedTensorDict):
+        return any(map(has_private_keys, value.tensordicts[:1]))
+    content = getattr(value, "_tensordict", None)
     if not isinstance(content, dict):
-        return has_private_keys(content)
+        return content is not None and has_private_keys(content)
     return any(key[0] == "_" or has_private_keys(content[key]) for key in content)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from typing import Any, get_args
 
@@ -14,12 +15,11 @@ from tensordict import (
 )
 from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import AsyncEnvPool
+from torchrl.envs import AsyncEnvPool, Compose, EnvBase, Transform, TransformedEnv
 
 from torchrl_sglang.collectors.copies import (
     FastCopied,
     Fresh,
-    collect_garbage_afterwards,
     copy_tree,
     has_private_keys,
     next_input,
@@ -36,6 +36,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.engine_call import ask
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.support.checks import check_choice
+from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -126,12 +127,16 @@ class SGLangLLMCollector(LLMCollector):
 
     def _rollout_all(self) -> TensorDictBase:
         if self.reset_at_each_iter or self._shuttle is None:
-            self._shuttle = self.env.reset()
+            with collect_garbage_afterwards():
+                self._shuttle = self.env.reset()
         steps: list[TensorDictBase] = []
-        while sum(step.numel() for step in steps) < self.dialog_turns_per_batch:
-            steps.append(self._step())
-        batch = lazy_stack(steps, -1)
-        return batch.view(-1) if self.flatten_data else batch
+        left = self.dialog_turns_per_batch
+        while left > 0:
+            steps.append(self._step(left if self.reset_at_each_iter else math.inf))
+            left -= steps[-1].numel()
+        with collect_garbage_afterwards():
+            batch = lazy_stack(steps, -1)
+            return batch.view(-1) if self.flatten_data else batch
 
     def _rollout_yield_trajs(self) -> TensorDictBase:
         if self._shuttle is None:
@@ -149,16 +154,20 @@ class SGLangLLMCollector(LLMCollector):
         self._result_numel -= batch.numel()
         return batch
 
-    def _step(self) -> TensorDictBase:
-        """Returns one turn of each conversation, and prepares the next ones."""
+    def _step(self, turns_to_reset: float = math.inf) -> TensorDictBase:
+        """Returns one turn of each conversation, and prepares the next ones.
+
+        The next ones are not needed after so many turns, which a reset follows.
+        """
         if self.verbose:
             torchrl_logger.debug("SGLangLLMCollector: one turn of each conversation.")
         batch = self._respond(self._shuttle)
         with collect_garbage_afterwards():
-            output, following = self._step_env(batch)
+            output, following = self._step_env(batch, turns_to_reset)
             collected = output.get("collector", default=None)
             if collected is not None:
-                following.set("collector", collected.copy())
+                if following is not None:
+                    following.set("collector", collected.copy())
                 self._update_traj_ids(output)
             self._shuttle = following
             turns: TensorDictBase = copy_tree(output, recurse=True)
@@ -179,8 +188,13 @@ class SGLangLLMCollector(LLMCollector):
         finished: TensorDictBase = policy.finish(tensordict, prompts, completions)
         return finished
 
-    def _step_env(self, batch: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """Returns ``env.step_and_maybe_reset(batch)``."""
+    def _step_env(
+        self, batch: TensorDictBase, turns_to_reset: float
+    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+        """Returns ``env.step_and_maybe_reset(batch)``; no next input if none is needed.
+
+        A conversation that has ended needs one: its environment takes a new prompt.
+        """
         env = self.env
         own = env.__dict__.keys() & {
             "_compiled_step_and_maybe_reset",
@@ -196,11 +210,15 @@ class SGLangLLMCollector(LLMCollector):
             stepped = env.step_and_maybe_reset(batch)
             return stepped
         output = step(env, batch)
+        hooked = _has_hooks(env)
+        if not hooked and output.numel() >= turns_to_reset and not _ends(env, output):
+            return output, None
         if type(output) is LazyStackedTensorDict:
-            following = next_input(env._step_mdp, output, self._unused())
+            unused: Set[str] = frozenset() if hooked else self._unused()
+            following = next_input(env._step_mdp, output, unused)
         else:
             following = env._step_mdp(output)
-        if env._post_step_mdp_hooks is not None:
+        if hooked:
             output, following = env._post_step_mdp_hooks(output, following)
         return output, env.maybe_reset(following)
 
@@ -213,11 +231,11 @@ class SGLangLLMCollector(LLMCollector):
             # A wrapper of tokens reads the last turn's masks.
             or policy.input_mode == "tokens"
             or policy.prefer_tokens
-            or self.env._post_step_mdp_hooks is not None
         ):
             return frozenset()
         return {key for key in policy.out_keys if isinstance(key, str)}
 
+    @collect_garbage_afterwards()
     def _postproc(self, batch: TensorDictBase) -> TensorDictBase:
         """Applies the user's function and removes private keys."""
         if self.postproc is not None:
@@ -233,3 +251,26 @@ class SGLangLLMCollector(LLMCollector):
         # TorchRL clones the batch before it is yielded.
         kind = Fresh if self.postproc is None else FastCopied
         return kind(*batch.tensordicts, stack_dim=batch.stack_dim)
+
+
+def _ends(env: EnvBase, output: TensorDictBase) -> bool:
+    """Returns whether a conversation ends with this step."""
+    reached = output.get("next")
+    return any(bool(reached.get(key).any()) for key in env.done_keys)
+
+
+def _has_hooks(env: EnvBase) -> bool:
+    """Returns whether an environment changes what its step has made."""
+    if not isinstance(env, TransformedEnv):
+        return env._post_step_mdp_hooks is not None
+    return (
+        type(env)._post_step_mdp_hooks is not TransformedEnv._post_step_mdp_hooks
+        or _is_hook(env.transform)
+        or _has_hooks(env.base_env)
+    )
+
+
+def _is_hook(transform: Transform) -> bool:
+    if type(transform) is Compose:
+        return any(map(_is_hook, transform.transforms))
+    return type(transform)._post_step_mdp_hooks is not Transform._post_step_mdp_hooks

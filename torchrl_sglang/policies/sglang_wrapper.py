@@ -56,6 +56,7 @@ from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, tran
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import check_flag
+from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.types import Completion, LogProbsMode, TokenLayout
 
 
@@ -462,6 +463,7 @@ class SGLangWrapper(LLMWrapperBase):
             tensordict, prompts, completions, self.sampling_params, target=target
         )
 
+    @collect_garbage_afterwards()
     def _write(
         self,
         tensordict: TensorDictBase,
@@ -499,6 +501,7 @@ class SGLangWrapper(LLMWrapperBase):
             )
         return params
 
+    @collect_garbage_afterwards()
     def _read(self, td: TensorDictBase) -> PromptBatch:
         if td.ndim == 0 and (self.input_mode != "history" or self.prefer_tokens):
             td = lazy_stack([td])
