@@ -29,7 +29,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -179,7 +179,7 @@ def compare_batches(engine: Any, options: Any) -> None:
     orders = {"arrival": rows, "longest": rows, "all lengths known": known}
     seconds, running = defaultdict(list), defaultdict(list)
     time_batches(engine, rows, "arrival", 1)
-    for _ in range(options.repeats):
+    for number in range(options.repeats):
         for name, of_batch in orders.items():
             order = "longest" if name == "longest" else "arrival"
             with Running(engine) as sampled:
@@ -190,6 +190,15 @@ def compare_batches(engine: Any, options: Any) -> None:
                 seconds["longest, known"].append(again)
             else:
                 seconds[name] += [new, again]
+        # What stands already, for a machine that is lent for a while.
+        print(f"\nafter {number + 1} of {options.repeats}", flush=True)
+        print_orders(seconds, running, tokens)
+
+
+def print_orders(
+    seconds: Mapping[str, list[float]], running: Mapping[str, list[float]], tokens: int
+) -> None:
+    """Prints medians of each order."""
     medians = {name: statistics.median(each) for name, each in seconds.items()}
     print_row("", "seconds", "to first", "to limit", "tokens/s")
     for name, median in medians.items():

@@ -151,8 +151,8 @@ def main() -> None:
         trainers=1,
         rows=tuple(ROWS),
         seconds=420,
-        found="benchmarks/table.json",
-        table="docs/source/measured_table.txt",
+        found=str(HERE / "table.json"),
+        table=str(HERE.parent / "docs" / "source" / "measured_table.txt"),
     )
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:

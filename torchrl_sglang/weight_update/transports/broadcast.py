@@ -20,7 +20,7 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.errors import WeightTransferError
+from torchrl_sglang.errors import SGLangError, WeightTransferError
 from torchrl_sglang.support.checks import check_port, check_seconds, some_of
 from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.types import WeightRoute
@@ -438,7 +438,7 @@ class BroadcastTransport(WeightTransport):
         """Frees both sides of a group that failed, without waiting for them."""
         group, self._group = self._group, None
         in_flight, self._in_flight = self._in_flight, deque()
-        self._leave()
+        self._leave(given_up=True)
         if group is not None:
             works = [work for flight in in_flight for work in flight.works]
             parts = [part for flight in in_flight for part in flight.parts]
@@ -447,12 +447,22 @@ class BroadcastTransport(WeightTransport):
                 flight.works, flight.parts = [], []
             process_group.abandon(group, works, parts, self._backend)
 
-    def _leave(self) -> concurrent.futures.Future[Any]:
-        leaving = submit(
-            self._engine.control.destroy_weights_update_group(
-                self._group_name, timeout=GIVE_UP_SECONDS
+    def _leave(self, *, given_up: bool) -> concurrent.futures.Future[Any]:
+        """Has the servers leave the group, after what they still wait for in it."""
+        loader, name = self._loader, self._group_name
+        control = self._engine.control
+
+        async def leave() -> Any:
+            if given_up and loader is not None and self._backend == "nccl":
+                try:
+                    await loader.abandon(name, GIVE_UP_SECONDS)
+                except SGLangError as error:
+                    torchrl_logger.debug(f"Servers may still receive: {error}")
+            return await control.destroy_weights_update_group(
+                name, timeout=GIVE_UP_SECONDS
             )
-        )
+
+        leaving = submit(leave())
         leaving.add_done_callback(
             lambda left: torchrl_logger.debug(f"Servers left a group: {left}")
         )
@@ -463,7 +473,7 @@ class BroadcastTransport(WeightTransport):
         if self._group is None:
             return
         group, self._group = self._group, None
-        concurrent.futures.wait([self._leave()], GIVE_UP_SECONDS)
+        concurrent.futures.wait([self._leave(given_up=False)], GIVE_UP_SECONDS)
         process_group.destroy(group)
 
 

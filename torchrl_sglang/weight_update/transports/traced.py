@@ -78,6 +78,7 @@ class TracedLoader:
 
     def __init__(self, engine: RLSGLangEngine, send_timeout: float) -> None:
         self._engine = engine
+        self._send_timeout = send_timeout
         self._timeout = min(send_timeout, CONTROL_TIMEOUT_SECONDS)
         self._update = 0
         self._requests = 0
@@ -127,6 +128,9 @@ class TracedLoader:
         value = self.order(
             "receive",
             group=group,
+            timeout=self._send_timeout * len(buckets),
+            pid=os.getpid(),
+            began=process_start(),
             buckets=[
                 {
                     "tensors": _describe(bucket.specs),
@@ -234,6 +238,11 @@ class TracedLoader:
             name = f"{QUESTION}/forget/{self._memory}"
             self.release()
             await self._engine.control.get_weights_by_name(name, 1, timeout=timeout)
+
+    async def abandon(self, group: str, timeout: float) -> None:
+        """Has servers end broadcasts that this sender has given up."""
+        name = f"{QUESTION}/abandon/{group}"
+        await self._engine.control.get_weights_by_name(name, 1, timeout=timeout)
 
 
 def _describe(specs: Iterable[TensorSpec]) -> list[tuple[str, str, tuple[int, ...]]]:

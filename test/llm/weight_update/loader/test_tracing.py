@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -270,3 +272,86 @@ def test_open_memory_is_read_again():
     model.row.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
     with pytest.raises(LookupError, match="not open here any more"):
         loader._again(model, state, {"memory": 3}, torch.empty(0))
+
+
+class Broadcast:
+    """A broadcast that never ends by itself."""
+
+    ended = False
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+@pytest.fixture
+def abandoned(monkeypatch):
+    """Names of the groups whose broadcasts were ended."""
+    names: list[str] = []
+    monkeypatch.setattr(loader, "GUARD_SECONDS", 0.01)
+    monkeypatch.setattr(loader, "_abandon", names.append)
+    return names
+
+
+def guarded(order) -> Broadcast:
+    work = Broadcast()
+    loader._guard("group", [work], order)
+    return work
+
+
+def wait_for_guards():
+    for thread in threading.enumerate():
+        if thread.name == "torchrl_sglang-guard":
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+def test_broadcasts_end_when_their_sender_does(abandoned):
+    with subprocess.Popen(["sleep", "60"]) as sender:
+        began = loader.process_start(sender.pid)
+        order = {"timeout": 60.0, "pid": sender.pid, "began": began}
+        guarded(order)
+        time.sleep(0.1)
+        assert abandoned == []
+        sender.kill()
+        # Nobody has asked yet how it ended.
+        wait_for_guards()
+    assert abandoned == ["group"]
+
+
+@pytest.mark.parametrize("began", [None, "1"], ids=["unknown", "of another container"])
+def test_broadcasts_end_when_they_take_too_long(abandoned, began):
+    guarded({"timeout": 0.1, "pid": os.getpid(), "began": began})
+    wait_for_guards()
+    assert abandoned == ["group"]
+
+
+def test_broadcasts_that_end_are_left_alone(abandoned):
+    began = loader.process_start(os.getpid())
+    work = guarded({"timeout": 60.0, "pid": os.getpid(), "began": began})
+    work.ended = True
+    wait_for_guards()
+    assert abandoned == []
+
+
+def test_a_sender_that_gives_up_has_broadcasts_ended(monkeypatch):
+    """NCCL ends nothing on the receiver's device when the sender leaves."""
+    ended = []
+
+    class Group:
+        def __init__(self, device: str) -> None:
+            self.device = device
+
+        def _get_backend(self, device: torch.device):
+            if device.type != self.device:
+                raise RuntimeError("no backend for it")
+            return self
+
+        def abort(self) -> None:
+            ended.append(self)
+
+    groups = {"nccl": Group("cuda"), "gloo": Group("cpu")}
+    monkeypatch.setattr(loader, "_find_group", groups.__getitem__)
+    state = loader.LoaderState()
+    for name in ("gloo", "unknown", "nccl"):
+        state.answer(f"abandon/{name}")
+    assert ended == [groups["nccl"]]

@@ -22,6 +22,7 @@ import logging
 import os
 import select
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -40,6 +41,9 @@ QUESTION = "torchrl_sglang_loader"
 
 SMALL_BYTES = 1 << 20
 """Smaller tensors are copied by one kernel for many."""
+
+GUARD_SECONDS = 0.5
+"""Interval between looks at broadcasts that have not ended."""
 
 aten = torch.ops.aten
 
@@ -272,8 +276,11 @@ class LoaderState:
         """Returns numbers: of the update, of its requests, whether it has failed,
         whether the model is traced, whether memory is kept; then a text, as numbers.
         """
-        if self.kept is not None and question == f"forget/{self.kept.number}":
+        verb, _, name = question.partition("/")
+        if verb == "forget" and self.kept is not None and name == str(self.kept.number):
             self.kept = None
+        elif verb == "abandon":
+            _abandon(name)
         text = self.error or self.untraced
         flags = (bool(self.error), not self.untraced, self.kept is not None)
         return [
@@ -504,11 +511,15 @@ def _rebuild(
 
 
 def process_start(pid: int) -> str | None:
-    """Returns when a process of this machine began, as the kernel counts."""
+    """Returns when a process of this machine began, as the kernel counts.
+
+    ``None``: there is none, or it has ended and its parent has not noticed yet.
+    """
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
+            state, *facts = file.read().rpartition(")")[2].split()
+        return None if state in ("Z", "X") else facts[18]
+    except (OSError, IndexError, ValueError):
         return None
 
 
@@ -549,22 +560,31 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
 
     From NCCL they are only queued on the device when this returns.
     """
-    group = _find_group(order["group"])
+    group, device = _find_group(order["group"]), content.device
     _prepare(model, state, [spec for each in order["buckets"] for spec in _specs(each)])
-    for bucket in order["buckets"]:
-        _receive_bucket(model, state, bucket, group, content.device)
+    works: list[Any] = []
+    try:
+        for bucket in order["buckets"]:
+            works += _receive_bucket(model, state, bucket, group, device)
+    finally:
+        if device.type == "cuda":
+            _guard(order["group"], works, order)
 
 
 def _receive_bucket(
     model: Any, state: LoaderState, bucket: Any, group: Any, device: torch.device
-) -> None:
-    """Receives tensors, into parameters where these take them whole."""
+) -> list[Any]:
+    """Receives tensors, into parameters where these take them whole.
+
+    Returns the broadcasts that have begun.
+    """
     specs = _specs(bucket)
     if bucket["flat"]:
         flat = torch.empty(bucket["num_bytes"], dtype=torch.uint8, device=device)
-        dist.broadcast(flat, src=0, group=group)
+        work = dist.broadcast(flat, src=0, group=group, async_op=True)
+        work.wait()
         _apply(model, state, specs, _views(flat, specs))
-        return
+        return [work]
     direct: list[torch.Tensor | None] = [
         None if state.untraced else _whole(spec, state.plans[spec]) for spec in specs
     ]
@@ -579,12 +599,47 @@ def _receive_bucket(
         started = [
             dist.broadcast(each, src=0, group=group, async_op=True) for each in received
         ]
-    for work in works if together else started:
+    begun = works if together else started
+    for work in begun:
         work.wait()
     left = [index for index, into in enumerate(direct) if into is None]
     if left:
         some = [specs[index] for index in left]
         _apply(model, state, some, [received[index] for index in left])
+    return begun
+
+
+def _guard(name: str, works: list[Any], order: Any) -> None:
+    """Ends broadcasts whose sender has ended, or that take longer than they may.
+
+    They would keep the device busy for ever.
+    """
+    deadline = time.monotonic() + order["timeout"]
+    began = order["began"]
+    # A sender in another container, or on another machine, has other numbers.
+    near = began is not None and process_start(order["pid"]) == began
+
+    def wait() -> None:
+        while not all(work.is_completed() for work in works):
+            ended = near and process_start(order["pid"]) != began
+            if ended or time.monotonic() > deadline:
+                why = "its sender has ended" if ended else "it takes too long"
+                logger.error("A weight update is abandoned: %s.", why)
+                _abandon(name)
+                return
+            time.sleep(GUARD_SECONDS)
+
+    threading.Thread(target=wait, name="torchrl_sglang-guard", daemon=True).start()
+
+
+def _abandon(name: str) -> None:
+    """Ends the broadcasts of a group of NCCL, which wait on the device."""
+    try:
+        backend = _find_group(name)._get_backend(torch.device("cuda"))
+    except (LookupError, RuntimeError):
+        # The server has left the group, or it has none for GPUs.
+        return
+    backend.abort()
 
 
 def _whole(spec: Spec, plan: Plan) -> torch.Tensor | None:
