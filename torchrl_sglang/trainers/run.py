@@ -21,6 +21,7 @@ from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.support.garbage import old_objects_frozen
 from torchrl_sglang.telemetry.figures import StepFigures
 from torchrl_sglang.telemetry.server import MetricsEndpoint
 from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
@@ -199,6 +200,7 @@ class Run:
         stack.callback(self.collector.shutdown)
         self._figures = self._progress = None
         self.ranks.first(lambda: self._open_metrics(stack))
+        stack.enter_context(old_objects_frozen())
 
     def _open_metrics(self, stack: ExitStack) -> None:
         """Begins to read what the parts do, for the logger and for Prometheus."""

@@ -35,6 +35,7 @@ from torchrl_sglang.errors import CollectionTimeoutError
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import TurnCodec
 from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.support.garbage import old_objects_frozen
 from torchrl_sglang.types import Completion, PauseMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -159,7 +160,8 @@ def measure_collectors(
         "update_every": update_every,
         "pause_mode": pause_mode,
     }
-    with set_list_to_stack(True):
+    # As GRPO does, and as the reference recommends to others.
+    with set_list_to_stack(True), old_objects_frozen():
         bench = _Bench(engine, load, api_key, pause_mode)
         try:
             clients = bench.async_clients(in_flight, update_every)
