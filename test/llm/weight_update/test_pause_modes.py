@@ -305,7 +305,7 @@ def test_two_servers_one_of_which_is_killed(two_servers, models):
     engine = two_servers
     prompts, lengths = requests_of_many_lengths(40)
     params = [
-        {"max_new_tokens": 4 * n, "temperature": 0.0, "ignore_eos": True}
+        {"max_new_tokens": 8 * n, "temperature": 0.0, "ignore_eos": True}
         for n in lengths
     ]
     model = next(models)
