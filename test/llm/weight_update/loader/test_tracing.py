@@ -294,7 +294,7 @@ def abandoned(monkeypatch):
 
 def guarded(order) -> Broadcast:
     work = Broadcast()
-    loader._guard("group", [work], order)
+    loader._guard("group", work, order)
     return work
 
 

@@ -562,21 +562,22 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
     """
     group, device = _find_group(order["group"]), content.device
     _prepare(model, state, [spec for each in order["buckets"] for spec in _specs(each)])
-    works: list[Any] = []
+    last = None
     try:
         for bucket in order["buckets"]:
-            works += _receive_bucket(model, state, bucket, group, device)
+            last = _receive_bucket(model, state, bucket, group, device)
     finally:
-        if device.type == "cuda":
-            _guard(order["group"], works, order)
+        if device.type == "cuda" and last is not None:
+            # They end one after the other, and a work may hold what it receives.
+            _guard(order["group"], last, order)
 
 
 def _receive_bucket(
     model: Any, state: LoaderState, bucket: Any, group: Any, device: torch.device
-) -> list[Any]:
+) -> Any:
     """Receives tensors, into parameters where these take them whole.
 
-    Returns the broadcasts that have begun.
+    Returns the last of its broadcasts.
     """
     specs = _specs(bucket)
     if bucket["flat"]:
@@ -584,7 +585,7 @@ def _receive_bucket(
         work = dist.broadcast(flat, src=0, group=group, async_op=True)
         work.wait()
         _apply(model, state, specs, _views(flat, specs))
-        return [work]
+        return work
     direct: list[torch.Tensor | None] = [
         None if state.untraced else _whole(spec, state.plans[spec]) for spec in specs
     ]
@@ -606,10 +607,10 @@ def _receive_bucket(
     if left:
         some = [specs[index] for index in left]
         _apply(model, state, some, [received[index] for index in left])
-    return begun
+    return begun[-1]
 
 
-def _guard(name: str, works: list[Any], order: Any) -> None:
+def _guard(name: str, last: Any, order: Any) -> None:
     """Ends broadcasts whose sender has ended, or that take longer than they may.
 
     They would keep the device busy for ever.
@@ -620,7 +621,7 @@ def _guard(name: str, works: list[Any], order: Any) -> None:
     near = began is not None and process_start(order["pid"]) == began
 
     def wait() -> None:
-        while not all(work.is_completed() for work in works):
+        while not last.is_completed():
             ended = near and process_start(order["pid"]) != began
             if ended or time.monotonic() > deadline:
                 why = "its sender has ended" if ended else "it takes too long"
