@@ -112,7 +112,9 @@ def test_equal_settings_are_one_object_apart_from_the_given() -> None:
     assert one.tools == [{"name": "f", "parameters": {"text": "a"}}]
     assert type(one.tools[0]["parameters"]) is Declaration
     # Equal in Python, and not as JSON.
-    others = [PromptSettings(template_kwargs={"x": x}) for x in (1, True, 1.0)]
-    assert len({id(known_settings(each)) for each in others}) == 3
+    others = [
+        known_settings(PromptSettings(template_kwargs={"x": x})) for x in (1, True, 1.0)
+    ]
+    assert len(set(map(id, others))) == 3
     odd = PromptSettings(template_kwargs={"x": object()})
     assert known_settings(odd) is odd
