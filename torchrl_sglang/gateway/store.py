@@ -109,8 +109,10 @@ class Store:
                 self._file.execute(f"pragma {name}").fetchone()[0]
                 for name in ("application_id", "user_version")
             ]
-            tables = self._file.execute("select count(*) from sqlite_master")
-            if found == [0, 0] and not tables.fetchone()[0]:
+            # A cursor that an error's frames hold keeps the file locked.
+            count = self._file.execute("select count(*) from sqlite_master")
+            ((tables,),) = count.fetchall()
+            if found == [0, 0] and not tables:
                 for statement in filter(str.strip, (_TABLES + _REWARDS).split(";")):
                     self._file.execute(statement)
                 self._file.execute(f"pragma application_id = {APPLICATION}")
