@@ -17,6 +17,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 TEMPLATES = Path(__file__).parents[1] / "llm/chat/templates"
 
@@ -239,3 +240,36 @@ def _pieces(scheme: str = "first") -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return backend
+
+
+def render_as_transformers(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    source: str | None = None,
+    **variables: Any,
+) -> str:
+    """Returns the text of a prompt for what follows the messages.
+
+    From 5.24 on, ``apply_chat_template`` leaves out what is None, and DeepSeek's
+    templates fail without a content that is; what it calls keeps that.
+    """
+    if any(None in message.values() for message in messages):
+        (text,), _ = render_jinja_template(
+            conversations=[list(messages)],
+            tools=tools,
+            chat_template=source or tokenizer.chat_template,
+            add_generation_prompt=True,
+            **{**tokenizer.special_tokens_map, **variables},
+        )
+    else:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tools=tools,
+            chat_template=source,
+            tokenize=False,
+            add_generation_prompt=True,
+            **variables,
+        )
+    assert isinstance(text, str)
+    return text

@@ -6,7 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from helpers.chat_families import FAMILIES, family_tokenizer
+from helpers.chat_families import (
+    FAMILIES,
+    family_tokenizer,
+    render_as_transformers,
+)
 from torchrl_sglang.chat.messages import without_stop
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.chat.template import ChatTemplate
@@ -78,15 +82,12 @@ class Talk:
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns what transformers renders."""
-        text = self.tokenizer.apply_chat_template(
+        return render_as_transformers(
+            self.tokenizer,
             [self._fit(message) for message in messages],
-            tools=list(self.setting.tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
+            list(self.setting.tools) or None,
             **self.setting.template_kwargs,
         )
-        assert isinstance(text, str)
-        return text
 
     def _fit(self, message: Mapping[str, Any]) -> dict[str, Any]:
         if not (self.family.texts and message.get("tool_calls")):

@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.chat_families import FAMILIES, family_tokenizer
+from helpers.chat_families import (
+    FAMILIES,
+    family_tokenizer,
+    render_as_transformers,
+)
 
 from torchrl_sglang.chat.declarations import Declaration, known_settings
 from torchrl_sglang.chat.environment import quick_template
@@ -64,16 +68,13 @@ def outcomes(template: ChatTemplate, messages: Any, setting: Any) -> list[str]:
 
 def own_way(template: ChatTemplate) -> Any:
     def render(messages: Any, setting: PromptSettings) -> str:
-        form = template._form
-        text: str = template.tokenizer.apply_chat_template(
-            [form.write(each) for each in messages],
-            tools=list(setting.tools) or None,
-            chat_template=template.source,
-            tokenize=False,
-            add_generation_prompt=True,
+        return render_as_transformers(
+            template.tokenizer,
+            [template._form.write(each) for each in messages],
+            list(setting.tools) or None,
+            template.source,
             **setting.template_kwargs,
         )
-        return text
 
     return render
 
