@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +16,7 @@ from torchrl_sglang.recording.format import (
     writer_of,
 )
 from torchrl_sglang.recording.lines import ERRORS, GroupLine, read_group, read_line
+from torchrl_sglang.support.garbage import collect_garbage_afterwards
 
 Line = TypeVar("Line")
 
@@ -151,7 +150,7 @@ class Recording:
 
     def refresh(self) -> bool:
         """Reads what was added; returns whether something was."""
-        with uncollected():
+        with collect_garbage_afterwards():
             return self._refresh()
 
     def _refresh(self) -> bool:
@@ -233,18 +232,6 @@ class Recording:
                 return read_line(file.read(length))
         except (OSError, *ERRORS, TypeError):
             return None
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Has no garbage collected in the block: it would visit each line many times."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def find_all(folders: list[Any]) -> list[Recording]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.recording.reading import Recording, uncollected
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.viewer.advice import advise, figures_of
 from torchrl_sglang.viewer.charts import curve_spec, in_flight_spec, timeline_spec
 from torchrl_sglang.viewer.curves import MOST_OTHERS, Curve, curves_of
@@ -62,7 +63,7 @@ def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
 
 def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
     """Returns all that a page shows, but for the conversations of groups."""
-    with uncollected():
+    with collect_garbage_afterwards():
         merged = merge(runs)
         same = [curve for curve in merged if curve.is_constant]
         return {

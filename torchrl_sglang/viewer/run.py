@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from torchrl_sglang.recording.lines import GroupLine, ResponseLine, number
-from torchrl_sglang.recording.reading import Recording, uncollected
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.viewer.writers import Writers, in_order, time_of
 
 LIVE_SECONDS = 15.0
@@ -111,7 +112,7 @@ class RunData:
 def read_run(recording: Recording, name: str) -> RunData:
     """Returns the run of a recording."""
     run = RunData(name=name, folder=str(recording.folder))
-    with uncollected():
+    with collect_garbage_afterwards():
         _Assembly(run).add_all(recording)
     run.notes += _notes(recording)
     return run
