@@ -1,8 +1,9 @@
-r"""A GRPO run of random weights: seconds of each phase, and memory.
+r"""A GRPO run: seconds of each phase, and memory.
 
 Colocated, each rank has a GPU with a server on it; apart, the ranks have the first GPUs
-and a server the next one. Responses end at random, so that their lengths are
-long-tailed. Afterwards, generation and training of such batches are measured alone: no
+and a server the next one. A built-in model has random weights, and its responses end at
+random, so that their lengths are long-tailed; those of a model in a folder end where it
+ends them. Afterwards, generation and training of such batches are measured alone: no
 loop of these two is faster than the slower one, and one that does them in turn no
 faster than both. What training could be at best is measured by `training.py`, which
 runs under torchrun, too.
@@ -32,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from script import print_row, read_options
 from torchrl_sglang import GRPO
-from torchrl_sglang.cli.bench.measure import save_model, server_arguments
+from torchrl_sglang.cli.bench.models import BUILT_IN, save_model, server_arguments
 from torchrl_sglang.trainers.ranks import find_trainer_ranks
 
 PHASES = ("collect", "train", "update", "sleep")
@@ -41,9 +42,14 @@ FIRST_STOP = 200
 """Tokens from here on end a response; the tokenizer knows none of them."""
 
 
-def make_model(name: str) -> str:
-    """Saves a model with random weights; returns its folder."""
-    path, needed = save_model(name, tempfile.mkdtemp(prefix="torchrl_sglang_recipe_"))
+QUERIES = [f"Tell me a story about the number {number:06}." for number in range(4096)]
+
+
+def make_model(name: str, folder: str) -> str:
+    """Saves a built-in model there; returns the folder of the model."""
+    if name not in BUILT_IN:
+        return name
+    path, needed = save_model(name, folder)
     if needed:
         # A configuration alone.
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,15 +63,21 @@ def make_model(name: str) -> str:
     return path
 
 
-def length(conversation: Any, task: Any) -> float:
-    """Rewards short responses, so that groups have variance."""
-    return -len(conversation.turns[-1].token_ids) / 1000
+def remainder(conversation: Any, task: Any) -> float:
+    """Differs within groups, and leaves the lengths of responses as they are."""
+    return len(conversation.turns[-1].token_ids) % 8 / 8
 
 
 def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
     """Returns the run, whose servers are where the arrangement has them."""
-    vocabulary = AutoConfig.from_pretrained(path).vocab_size
-    stops = max(vocabulary // options.mean_tokens, 1)
+    sampling: dict[str, Any] = {"max_new_tokens": options.new_tokens}
+    if options.model in BUILT_IN:
+        vocabulary = AutoConfig.from_pretrained(path).vocab_size
+        stops = max(vocabulary // options.mean_tokens, 1)
+        first = FIRST_STOP
+        if options.device == "cpu":
+            first = min(FIRST_STOP, vocabulary - stops)
+        sampling["stop_token_ids"] = [*range(first, first + stops)]
     # Without SGLang's router, which has a process of its own.
     engine: dict[str, Any] = {
         "max_model_len": options.new_tokens + 512,
@@ -74,21 +86,16 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
     if options.rollout_dtype != "auto":
         engine["rollout_dtype"] = options.rollout_dtype
     if options.device == "cpu":
-        first = min(FIRST_STOP, vocabulary - stops)
         engine |= {"device": "cpu", "dtype": "float32"}
     else:
-        first = FIRST_STOP
+        engine |= {"dtype": "bfloat16"}
         engine |= {"gpu_memory_utilization": options.server_memory}
         engine |= server_arguments()
-    prompts = [{"query": f"Count from {number:06} on."} for number in range(4096)]
     return GRPO(
         path,
-        prompts=prompts,
-        rewards=length,
-        generate_kwargs={
-            "max_new_tokens": options.new_tokens,
-            "stop_token_ids": [*range(first, first + stops)],
-        },
+        prompts=[{"query": query} for query in QUERIES],
+        rewards=remainder,
+        generate_kwargs=sampling,
         group_size=options.group_size,
         groups_per_batch=options.groups,
         steps=options.steps,
@@ -142,13 +149,22 @@ def measure_alone(run: GRPO, batch: Any, options: argparse.Namespace) -> dict[st
     with run.memory_for_training():
         trained = seconds_of(train, repeats)
     run.update_weights()
-    number = options.groups * options.group_size
     tokens: list[int] = []
 
     def generate() -> None:
         assert run.engine is not None
+        tokenizer = run.engine.get_tokenizer()
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": query}],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+            )
+            for query in QUERIES[-options.groups :]
+        ]
         found = run.engine.generate(
-            input_ids=[[*range(40, 64)]] * number,
+            input_ids=[each for each in prompts for _ in range(options.group_size)],
             sampling_params={**run.sampling, "seed": None},
             return_logprobs=True,
         )
@@ -157,8 +173,9 @@ def measure_alone(run: GRPO, batch: Any, options: argparse.Namespace) -> dict[st
     generated = run.ranks.first(lambda: seconds_of(generate, repeats))
     return {
         "train": statistics.median(trained),
-        "generate": statistics.median(generated),
-        "generated_tokens": statistics.median(tokens) if tokens else 0,
+        # Nothing on the other ranks, which have no engine.
+        "generate": statistics.median(generated or [0.0]),
+        "generated_tokens": statistics.median(tokens or [0]),
     }
 
 
@@ -219,10 +236,11 @@ def main() -> None:
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     ranks = find_trainer_ranks()
-    path = ranks.first(lambda: make_model(options.model))
-    folder = Path(path) / "run"
+    prefix = "torchrl_sglang_recipe_"
+    scratch = Path(ranks.first(lambda: tempfile.mkdtemp(prefix=prefix)))
     try:
-        with make_run(path, options, str(folder)) as run:
+        path = ranks.first(lambda: make_model(options.model, str(scratch / "model")))
+        with make_run(path, options, str(scratch / "run")) as run:
             run.begin()
             steps, batch = take_steps(run)
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -240,7 +258,7 @@ def main() -> None:
     finally:
         ranks.barrier()
         if ranks.is_first:
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
         ranks.end()
 
 

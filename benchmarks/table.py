@@ -8,6 +8,7 @@ longer one for one that does both at once.
 
     python benchmarks/table.py 0.5b
     python benchmarks/table.py 3b --trainers 2 --rows synchronous colocated
+    python benchmarks/table.py runs/smollm2-135m-instruct --rows asynchronous-1
     python benchmarks/table.py tiny --device cpu --rows synchronous asynchronous-1
 """
 
@@ -45,7 +46,7 @@ MEANINGS = {
     "colocated": "colocated",
 }
 
-CPU = ("--groups", "4", "--new-tokens", "64", "--mean-tokens", "32", "--steps", "4")
+CPU = ("--groups", "4", "--new-tokens", "64", "--mean-tokens", "32")
 """A load that a CPU can do."""
 
 HEADER = """\
@@ -79,6 +80,8 @@ def measure(name: str, model: str, options: Any) -> dict[str, Any]:
         found = Path(folder) / "row.json"
         command = [*start, str(HERE / "recipe.py"), model, *ROWS[name]]
         command += ["--device", options.device, "--json", str(found)]
+        command += ["--steps", str(options.steps), "--alone", str(options.alone)]
+        command += ["--max-tokens-per-pass", str(options.max_tokens_per_pass)]
         command += CPU if options.device == "cpu" else ()
         subprocess.run(command, check=True, timeout=options.seconds)
         row: dict[str, Any] = json.loads(found.read_text())
@@ -150,6 +153,9 @@ def main() -> None:
         device="cuda|cpu",
         trainers=1,
         rows=tuple(ROWS),
+        steps=6,
+        alone=3,
+        max_tokens_per_pass=16_384,
         seconds=420,
         found=str(HERE / "table.json"),
         table=str(HERE.parent / "docs" / "source" / "measured_table.txt"),
@@ -167,7 +173,8 @@ def main() -> None:
             failed.append(name)
             print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
-        about = {"model": options.model, "hardware": hardware(options.device)}
+        about = {"model": Path(options.model).name}
+        about |= {"hardware": hardware(options.device)}
         rows = keep(rows, {**row, **about, "row": name})
         kept.write_text(json.dumps(rows, indent=1) + "\n")
         write(rows, Path(options.table))

@@ -56,7 +56,9 @@ from torchrl_sglang.trainers.report import (
 from torchrl_sglang.trainers.samples import log_samples, rows_of
 from torchrl_sglang.trainers.serving import Served, Serving
 from torchrl_sglang.trainers.training import Training
+from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+from torchrl_sglang.weight_update.transports.process_group import prepare_nccl
 
 
 class Run:
@@ -185,6 +187,8 @@ class Run:
         self.engine, self.policy = self._served.engine, self._served.policy
         self.gateway = self._served.gateway
         tokenizer = load_tokenizer(self._training.model, self.policy)
+        # Ranks share the model by a communicator of their own.
+        prepare_nccl(ServerArgs(**self.ranks.first(self._settings_for_nccl)))
         self.model = self._training.load(self.ranks)
         device = next(self.model.parameters()).device
         self._released = ReleasedMemory(self.ranks, gpu_memory(device))
@@ -201,6 +205,10 @@ class Run:
         self._figures = self._progress = None
         self.ranks.first(lambda: self._open_metrics(stack))
         stack.enter_context(old_objects_frozen())
+
+    def _settings_for_nccl(self) -> dict[str, Any]:
+        args = self.engine.capabilities.args
+        return {"device": args.device, "enable_symm_mem": args.enable_symm_mem}
 
     def _open_metrics(self, stack: ExitStack) -> None:
         """Begins to read what the parts do, for the logger and for Prometheus."""

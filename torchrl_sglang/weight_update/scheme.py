@@ -39,7 +39,7 @@ from torchrl_sglang.weight_update.transports.base import (
     BUCKET_BYTES,
     SEND_TIMEOUT_SECONDS,
 )
-from torchrl_sglang.weight_update.transports.process_group import share_nccl_settings
+from torchrl_sglang.weight_update.transports.process_group import prepare_nccl
 from torchrl_sglang.weight_update.transports.registry import AUTO
 
 
@@ -241,6 +241,9 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         self._url = None if url is None else normalize_url(url)
         if engine is not None and not isinstance(engine, str):
             self.use_engine(engine)
+        elif dist.is_initialized() and dist.get_rank() > 0:
+            # The first rank has the engine.
+            prepare_nccl(None)
 
     @property
     def server_url(self) -> str | None:
@@ -315,10 +318,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
                 )
         if self._engine is None:
             self._engine = engine
-            args = engine.capabilities.args
-            if args.device != "cpu" and torch.cuda.is_available():
-                # NCCL reads it with the first communicator of this process.
-                share_nccl_settings(args, refuse=False)
+            prepare_nccl(engine.capabilities.args)
 
     def create_sender(self) -> SGLangWeightSender:
         """Returns the scheme's sender; the same one every time."""

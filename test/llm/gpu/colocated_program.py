@@ -1,4 +1,4 @@
-"""Ranks of a trainer on their servers' GPUs: ``colocated_program.py TASK MODEL ...``.
+"""Ranks of a trainer, and servers on GPUs: ``colocated_program.py TASK MODEL ...``.
 
 With one GPU both ranks and both servers are on it, and talk by gloo, over which FSDP2
 does not work on GPUs: each rank has the whole model. With more each rank has its own,
@@ -98,7 +98,8 @@ def updates(path: str) -> dict[str, Any]:
 
 
 def train(path: str, folder: str) -> dict[str, Any]:
-    """A colocated run of the recipe, each rank with a GPU and a server on it."""
+    """A run of two ranks: each with a server on its GPU, or with one on a third GPU."""
+    colocated = os.environ.get("APART") is None
     run = GRPO(
         path,
         prompts=[{"query": f"Say {number}."} for number in range(12)],
@@ -107,7 +108,7 @@ def train(path: str, folder: str) -> dict[str, Any]:
         group_size=4,
         groups_per_batch=4,
         lr=1e-4,
-        colocated=True,
+        colocated=colocated,
         engine={
             "max_total_tokens": 65_536,
             "enforce_eager": True,
@@ -116,7 +117,9 @@ def train(path: str, folder: str) -> dict[str, Any]:
         },
         output=folder,
     )
-    return {"folder": str(run.train()), "metrics": run.metrics}
+    found: dict[str, Any] = {"folder": str(run.train()), "metrics": run.metrics}
+    report = run.scheme.create_sender().last_report
+    return {**found, "transport": report and report.transport}
 
 
 if __name__ == "__main__":

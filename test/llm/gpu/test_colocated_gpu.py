@@ -1,4 +1,4 @@
-"""Several ranks of a trainer, and servers on their GPUs."""
+"""Several ranks of a trainer, and servers on their GPUs or on one after them."""
 
 from __future__ import annotations
 
@@ -47,4 +47,12 @@ def test_each_rank_of_a_server_opens_the_memory_of_a_rank(gpu_model_path):
 def test_a_colocated_run_of_two_ranks(gpu_model_path, tmp_path):
     found = launch("train", gpu_model_path, tmp_path / "run")
     assert (tmp_path / "run" / "model" / "config.json").exists()
+    assert found["metrics"]["train/kl_approx"] < 0.1
+
+
+@pytest.mark.skipif(GPUS < 3, reason="a server after the ranks' GPUs needs a third one")
+def test_a_run_of_two_ranks_whose_server_is_elsewhere(gpu_model_path, tmp_path):
+    """NCCL is begun by the ranks, and serves the update as well."""
+    found = launch("train", gpu_model_path, tmp_path / "run", APART="1")
+    assert found["transport"] == "broadcast"
     assert found["metrics"]["train/kl_approx"] < 0.1

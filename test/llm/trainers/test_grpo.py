@@ -28,12 +28,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.trainers import run as run_module
 from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.released_memory import ReleasedMemory
 from torchrl_sglang.trainers.report import PhaseClock
 from torchrl_sglang.trainers.run import Run
 from torchrl_sglang.trainers.serving import Serving
+from torchrl_sglang.trainers.training import Training
+from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.viewer.groups import conversations_of
 from torchrl_sglang.viewer.page import read_runs
 
@@ -507,6 +510,21 @@ def test_a_model_needs_its_engine(hf_model, restored_engine, tmp_path):
     )
     run.train()
     assert difference(restored_engine, hf_model) < TOLERANCE
+
+
+def test_nccl_is_prepared_before_the_model_is_shared(make, monkeypatch):
+    """Ranks that share a model make a communicator, which is too late for it."""
+    calls = []
+
+    def load(training, ranks):
+        calls.append("load")
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr(Training, "load", load)
+    monkeypatch.setattr(run_module, "prepare_nccl", calls.append)
+    with pytest.raises(ConfigurationError, match="enough"):
+        make().train()
+    assert calls == [ServerArgs(device="cpu"), "load"]
 
 
 @pytest.mark.slow

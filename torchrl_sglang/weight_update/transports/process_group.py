@@ -262,12 +262,24 @@ def share_nccl_settings(args: ServerArgs, *, refuse: bool) -> None:
         )
 
 
+def prepare_nccl(args: ServerArgs | None) -> None:
+    """Sets what NCCL reads once, before this process makes its first communicator.
+
+    Ranks of a trainer talk to each other, too, and need the same value: one without an
+    engine, which knows no arguments of servers, takes SGLang's own.
+    """
+    args = args or ServerArgs()
+    if args.device != "cpu" and torch.cuda.is_available():
+        share_nccl_settings(args, refuse=False)
+
+
 def nccl_advice(servers: str = "0") -> str:
     """Returns the sentence that tells how both sides come to agree."""
     return (
         f"Both sides must agree: set {NCCL_CUMEM}={servers} in the trainer's "
-        f"environment, or make the SGLangWeightSyncScheme before the trainer's first "
-        f"communicator of NCCL. Do not disable peer access or shared memory instead."
+        f"environment, or make the SGLangWeightSyncScheme on every rank before the "
+        f"trainer's first communicator of NCCL. Do not disable peer access or shared "
+        f"memory instead."
     )
 
 
