@@ -73,6 +73,20 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return super().getitem(obj, argument)
 
 
+_give_names_to_reasoning = getattr(chat_template_utils, "_alias_reasoning_fields", None)
+"""Transformers 5.24 gives reasoning to templates under all of its names."""
+
+
+def as_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages as transformers gives them to a template."""
+    if _give_names_to_reasoning is None or not any(
+        "reasoning_content" in message for message in messages
+    ):
+        return messages
+    named: list[dict[str, Any]] = _give_names_to_reasoning(messages)
+    return named
+
+
 def quick_template(tokenizer: Any, source: str) -> Template | None:
     """Returns a template that renders what the tokenizer's method renders.
 

@@ -21,7 +21,7 @@ from jinja2 import Environment, Template, TemplateSyntaxError
 
 from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
 from torchrl_sglang.chat.choose import choose_template
-from torchrl_sglang.chat.environment import RESERVED, quick_template
+from torchrl_sglang.chat.environment import RESERVED, as_read, quick_template
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.prompt_settings import NO_PROMPT_SETTINGS, PromptSettings
 from torchrl_sglang.chat.rendered import (
@@ -131,7 +131,7 @@ class ChatTemplate(Encoder):
                     **{
                         **self.tokenizer.special_tokens_map,
                         **variables,
-                        "messages": said,
+                        "messages": as_read(said),
                         "tools": list(setting.tools) or None,
                         "documents": None,
                         "add_generation_prompt": prompt,

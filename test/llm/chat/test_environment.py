@@ -97,6 +97,15 @@ def test_the_sandbox_holds(source: str) -> None:
     assert len({each.partition(" at 0x")[0] for each in found}) == 1
 
 
+def test_reasoning_has_the_names_that_transformers_gives_it() -> None:
+    """gpt-oss reads ``thinking``, which transformers fills from 5.24 on."""
+    source = "{% for m in messages %}{{ m.thinking }}|{{ m.content }}{% endfor %}"
+    template = ChatTemplate(family_tokenizer("qwen2.5"), source)
+    assert template._quick is not None
+    talk = [TALK[0], {"role": "assistant", "content": "4", "reasoning_content": "so"}]
+    assert len(set(outcomes(template, talk, PromptSettings()))) == 1
+
+
 @pytest.mark.parametrize("name", ["messages", "tokenize", "conversations"])
 def test_variables_of_transformers_are_refused_as_by_it(name: str) -> None:
     template = ChatTemplate(family_tokenizer("qwen2.5"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 import socket
 import threading
 import time
@@ -63,7 +64,9 @@ def hanging(fake, count=1):
         fake.recover()
 
 
-NESTED = {"name": "f", "arguments": "[" * 900 + "]" * 900}
+DEPTH = 900 if sys.version_info < (3, 12) else 1200
+"""Python reads JSON that is nested so deeply, and does not write it."""
+NESTED = {"name": "f", "arguments": "[" * DEPTH + "]" * DEPTH}
 DEEP = {"role": "assistant", "tool_calls": [{"function": NESTED}]}
 
 
