@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 import socket
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
