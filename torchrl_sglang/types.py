@@ -454,6 +454,10 @@ class ServerCapabilities:
     biased_drafts: bool = False
     """The server's n-gram drafts let it sample token 0 too often at a temperature, as
     SGLang's do without the plugin that :meth:`.AsyncSGLang.from_pretrained` adds."""
+    graphs_up_to: int | None = None
+    """Most requests that a CUDA graph computes a step of at once, for each of
+    ``dp_size``; ``None``: that is not known, there are no graphs, or a server never
+    runs more."""
     selects_draft: bool = False
     """A weight update says whether it is for the served model, its draft or both."""
     spares_draft: bool = False

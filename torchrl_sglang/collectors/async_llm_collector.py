@@ -618,8 +618,15 @@ class AsyncLLMCollector(GroupCollector):
             "frames": self._batches.frames,
             "batches": self._batches.batches,
             "policy_version": self.policy_version,
-            **self._collection.stats(" ".join(self.policy.model.problems)),
+            **self._collection.stats(
+                " ".join(self.policy.model.problems), self._graphs_up_to()
+            ),
         }
+
+    def _graphs_up_to(self) -> int | None:
+        engine = self.policy.model
+        limit = engine.capabilities.graphs_up_to
+        return limit and limit * engine.get_dp_size()
 
     def __repr__(self) -> str:
         pool = self._collection.pool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -34,6 +35,17 @@ def test_the_bottleneck(waits, idle, generating, bound):
         trainer_waits=waits, idle=idle, generating=generating, engine_idle=idle
     )
     assert find_bottleneck(shares, 1).startswith(f"{bound} bounds the run")
+
+
+def test_requests_beyond_cuda_graphs(make, fake):
+    collector = make(timeouts=CollectorTimeouts(batch=0.5))
+    next(iter(collector))
+    with fake.misbehaving("hang"), pytest.raises(CollectionTimeoutError):
+        list(collector)
+    assert "CUDA" not in collector.stats()["bottleneck"]
+    engine = collector.policy.model
+    engine.capabilities = replace(engine.capabilities, graphs_up_to=1)
+    assert "SGLang has CUDA graphs for 1;" in collector.stats()["bottleneck"]
 
 
 @pytest.mark.parametrize(

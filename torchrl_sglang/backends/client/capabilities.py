@@ -336,6 +336,7 @@ def interpret(
         takes_draft_texts=_takes_draft_texts(server_info)
         and "/add_external_corpus" in routes,
         biased_drafts=_biased_drafts(server_info),
+        graphs_up_to=_graphs_up_to(server_info, args),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
         feeds_draft="selector" in begin_fields or _feeds_draft(server_info),
@@ -385,6 +386,19 @@ def _biased_drafts(server_info: Mapping[str, Any]) -> bool:
         return False
     states = server_info.get("internal_states") or []
     return not states or not all(state.get(NGRAM_PLUGIN) for state in states)
+
+
+def _graphs_up_to(server_info: Mapping[str, Any], args: ServerArgs) -> int | None:
+    """Returns for how many requests at once there are CUDA graphs, if more can run."""
+    decoding = _mapping(_mapping(server_info.get("cuda_graph_config")).get("decode"))
+    limit = decoding.get("max_bs")
+    if args.device != "cuda" or decoding.get("backend") == "disabled":
+        return None
+    states = server_info.get("internal_states") or [{}]
+    most = states[0].get("effective_max_running_requests_per_dp")
+    if not isinstance(limit, int) or (isinstance(most, int) and most <= limit):
+        return None
+    return limit
 
 
 def _feeds_draft(server_info: Mapping[str, Any]) -> bool:

@@ -33,6 +33,7 @@ from torchrl_sglang.collectors.runtime.stats import (
     Mark,
     Meter,
     Shares,
+    beyond_graphs,
     compare,
     find_bottleneck,
 )
@@ -385,11 +386,12 @@ class Collection:
             self._writing = False
             self.changed.notify_all()
 
-    def stats(self, down: str = "") -> dict[str, Any]:
+    def stats(self, down: str = "", graphs_up_to: int | None = None) -> dict[str, Any]:
         """Returns the statistics of the groups; see :meth:`.AsyncLLMCollector.stats`.
 
         Args:
             down: sentences on servers that do not serve.
+            graphs_up_to: requests that all servers have CUDA graphs for.
         """
         _, engine_idle = self.groups.generating.mean_and_idle()
         trainer_waits, _ = self.trainer_waits.mean_and_idle()
@@ -402,6 +404,8 @@ class Collection:
             generating=lately["conversations_in_flight"] / running if running else 1.0,
             engine_idle=lately["engine_idle"],
         )
+        bottleneck = find_bottleneck(shares, self.pool.limits.max_staleness, down)
+        requests = lately["conversations_in_flight"]
         in_flight = self.groups.generating.value
         seconds = self.running.seconds
         return {
@@ -422,7 +426,7 @@ class Collection:
             "age_in_flight": dict(self.ages.in_flight),
             "age_in_queue": dict(self.ages.in_queue),
             "lately": lately,
-            "bottleneck": find_bottleneck(shares, self.pool.limits.max_staleness, down),
+            "bottleneck": bottleneck + beyond_graphs(requests, graphs_up_to),
             "errors": list(self.errors),
         }
 

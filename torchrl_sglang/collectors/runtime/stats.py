@@ -181,6 +181,28 @@ def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
     return "Generation bounds the run: the trainer waits for the engine's responses."
 
 
+def beyond_graphs(requests: float, graphs_up_to: int | None) -> str:
+    """Returns a sentence on servers that compute without CUDA graphs, or nothing.
+
+    Args:
+        requests: mean number that are in flight.
+        graphs_up_to: those that all servers together have graphs for.
+
+    Examples:
+        >>> beyond_graphs(200.0, 256)
+        ''
+        >>> beyond_graphs(399.6, 256).strip()[:49]
+        'About 400 requests run at once, and SGLang has CU'
+    """
+    if graphs_up_to is None or requests <= graphs_up_to:
+        return ""
+    return (
+        f" About {requests:.0f} requests run at once, and SGLang has CUDA graphs for "
+        f"{graphs_up_to}; a server computes more of them without. Raise its "
+        f"cuda_graph_max_bs_decode, or lower max_in_flight."
+    )
+
+
 @dataclass(kw_only=True)
 class Ages:
     """Ages of the tokens that were taken, in weight updates."""

@@ -138,6 +138,24 @@ def test_one_thing_that_differs(where, name, value, attribute, expected):
 
 
 @pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, 256),
+        ({"device": "cpu"}, None),
+        ({"cuda_graph_config": None}, None),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 8}}}, None),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 300}]}, 256),
+        ({"internal_states": [{"effective_max_running_requests_per_dp": 256}]}, None),
+    ],
+)
+def test_requests_that_there_are_cuda_graphs_for(changed, expected):
+    given = answers("0.5.23")
+    graphs = {"decode": {"backend": "full", "max_bs": 256}}
+    given["server_info"] |= {"device": "cuda", "cuda_graph_config": graphs, **changed}
+    assert understand(given).graphs_up_to == expected
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({"lora_name", "serialized_tensors"}, "serialized_tensors"),
