@@ -23,6 +23,7 @@ from torchrl.modules.llm.policies import Text
 
 from torchrl_sglang import SGLangLLMCollector, SGLangWrapper
 from torchrl_sglang.collectors.copies import copy_tree, has_private_keys
+from torchrl_sglang.errors import ConfigurationError
 
 SIZE = 3
 """Conversations in an environment."""
@@ -220,6 +221,14 @@ def test_batches_share_nothing(fake_engine):
     kept = [id(tensor) for batch in batches for tensor in tensors(batch)]
     places = {tensor.data_ptr() for batch in batches for tensor in tensors(batch)}
     assert len(places) == len(set(kept)) == len(kept) > 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_samples": 2}, {"generate_kwargs": {"n": 2}}], ids=["num", "n"]
+)
+def test_several_samples_of_a_policy_are_refused(fake_engine, options):
+    with pytest.raises(ConfigurationError, match=r"num_samples=2 .*repeats=2"):
+        make(SGLangLLMCollector, fake_engine, TRANSFORMS["one turn"], wrapper=options)
 
 
 def test_garbage_is_collected_again(fake_engine):

@@ -1089,7 +1089,7 @@ class AsyncSGLang(TorchRLCalls):
 
     def flush_cache(self) -> bool:
         self._check_open()
-        return run_sync(self.control.flush_cache())
+        return run_sync(self.control.flush_when_idle())
 
     def health(self) -> bool:
         alive = all(replica.runs for replica in self._fleet.replicas)

@@ -202,7 +202,7 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def flush_cache(self) -> bool:
-        """Empties the prefix cache; returns False if a server is too busy to."""
+        """Empties the prefix cache; returns False if a server is busy for a second."""
 
     # LoRA adapters.
 

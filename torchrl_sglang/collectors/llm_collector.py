@@ -60,8 +60,8 @@ class SGLangLLMCollector(LLMCollector):
 
     Raises:
         ConfigurationError: if a scheme is not an ``SGLangWeightSyncScheme`` or is for a
-            model other than ``"policy"``, or if the order needs another policy or
-            environment.
+            model other than ``"policy"``, if the policy has ``num_samples``, or if the
+            order needs another policy or environment.
         UnsupportedByServerError: if servers do not tell how many requests they run.
 
     Examples:
@@ -98,6 +98,7 @@ class SGLangLLMCollector(LLMCollector):
         schemes = check_schemes(weight_sync_schemes)
         check_choice("request_order", request_order, get_args(BatchOrder))
         super().__init__(*args, **kwargs)
+        _check_samples(self.policy)
         self._slots = self._make_slots() if request_order == "longest" else None
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
@@ -251,6 +252,19 @@ class SGLangLLMCollector(LLMCollector):
         # TorchRL clones the batch before it is yielded.
         kind = Fresh if self.postproc is None else FastCopied
         return kind(*batch.tensordicts, stack_dim=batch.stack_dim)
+
+
+def _check_samples(policy: Any) -> None:
+    """Refuses a policy whose output has another shape than its input."""
+    if not isinstance(policy, SGLangWrapper) or not policy.generate:
+        return
+    if policy.num_samples is not None:
+        raise ConfigurationError(
+            f"The policy's num_samples={policy.num_samples} (or generate_kwargs['n']) "
+            f"adds a dimension that an environment does not have; leave it out, and "
+            f"have the environment repeat each prompt: "
+            f"ChatEnv.from_dataloader(repeats={policy.num_samples}, ...)."
+        )
 
 
 def _ends(env: EnvBase, output: TensorDictBase) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -22,6 +23,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.options import SchemeOptions
+from torchrl_sglang.weight_update.transports.base import UNPROVEN
 from torchrl_sglang.weight_update.verify import (
     ROWS,
     allowed_difference,
@@ -30,9 +32,6 @@ from torchrl_sglang.weight_update.verify import (
     comparable,
 )
 from torchrl_sglang.weight_update.weights import Weights
-
-UNPROVEN = "unproven"
-"""Weight version of a new server until its values were compared."""
 
 State = tuple[tuple[str, int, int], ...]
 """Name, address and number of in-place changes of each parameter."""
@@ -92,7 +91,7 @@ def fill(
         transport.close()
     _compare(new, serving, weights, version)
     run_sync(new.control.set_weight_version(version, timeout=options.control_timeout))
-    return report
+    return replace(report, version=version)
 
 
 def _compare(

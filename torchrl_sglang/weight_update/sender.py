@@ -111,6 +111,8 @@ class SGLangWeightSender:
     def stats(self) -> UpdateStats:
         """Returns the totals of all updates since this sender was made.
 
+        Sending to servers that have joined counts as one, too.
+
         Examples:
             >>> sender = SGLangWeightSyncScheme(engine, model).create_sender()
             >>> _ = sender.update_weights()
@@ -362,7 +364,7 @@ class SGLangWeightSender:
             weights = open_weights(source, *self._served)
             encoding = encoding_for(self._encoding, engine.capabilities.quantized)
             check_servers(encoding, engine.capabilities)
-            return fill(
+            filled = fill(
                 new,
                 engine,
                 encode_weights(weights, encoding),
@@ -370,6 +372,8 @@ class SGLangWeightSender:
                 version=report.version,
                 quantized=encoding.quantized,
             )
+            self._totals.add(filled)
+            return filled
 
     def _check_unchanged(self) -> None:
         """Raises unless the registered model has what the last update has sent."""

@@ -40,6 +40,8 @@ class TensorSpec:
     """Shape over all ranks together."""
     device: torch.device = field(default=torch.device("cpu"), compare=False)
     """Device on which the source holds the tensor."""
+    layout: torch.layout = field(default=torch.strided, compare=False)
+    """How its memory holds it: sparse ones cannot be sent."""
     identity: Hashable = field(default_factory=object, compare=False)
     """Key that is equal for tensors that share memory, such as tied weights."""
     computed: bool = field(default=False, compare=False)

@@ -7,6 +7,7 @@ that failed. The router is never asked.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -34,6 +35,11 @@ from torchrl_sglang.types import (
 
 CONTROL_TIMEOUT_SECONDS = 60.0
 """Default timeout of one control call."""
+
+IDLE_SECONDS = 1.0
+"""How long a server may take to be idle: it answers a request before it ends it."""
+
+IDLE_POLL_SECONDS = 0.02
 
 QUERY_TIMEOUT_SECONDS = 10.0
 
@@ -375,6 +381,18 @@ class ControlPlane:
         except RequestRefusedError:
             return False
         return True
+
+    async def flush_when_idle(self) -> bool:
+        """The same, and waits a second for servers to end what they have answered.
+
+        SGLang's own timeout for this is not used: a paused server never answers then.
+        """
+        deadline = time.monotonic() + IDLE_SECONDS
+        while not (flushed := await self.flush_cache()):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(IDLE_POLL_SECONDS)
+        return flushed
 
     async def memory_occupation(
         self,

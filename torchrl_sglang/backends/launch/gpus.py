@@ -28,7 +28,7 @@ VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
     """Returns the number of this machine's GPUs that a server takes."""
     tensor, pipeline, data, nodes = (
-        _size(name, arguments.get(name) or 1)
+        _size(name, 1 if (given := arguments.get(name)) is None else given)
         for name in ("tp_size", "pp_size", "dp_size", "nnodes")
     )
     # Data-parallel attention shares the tensor-parallel GPUs; plain copies do not.

@@ -103,6 +103,7 @@ def make_server_command(
         arguments.setdefault("disable_radix_cache", True)
     _check_local_model(model)
     _check_nodes(arguments)
+    devices_per_server(arguments)  # Refuses sizes that cannot be, on CPU, too.
     secrets = _take_secrets(arguments)
     # A line for each request would fill the disk in days.
     arguments.setdefault("log_level_http", "warning")

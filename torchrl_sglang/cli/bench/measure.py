@@ -12,7 +12,7 @@ from typing import Any
 _HOME = {
     "collectors": ("GROUP_SIZE", "OwnLengths", "fill", "make_env", "reward"),
     "generation": ("exact_length", "long_tailed"),
-    "models": ("Load", "save_model", "server_arguments", "start_engine"),
+    "models": ("BUILT_IN", "Load", "save_model", "server_arguments", "start_engine"),
     "timing": ("Clock", "median_seconds"),
     "transfer": ("random_weights",),
 }

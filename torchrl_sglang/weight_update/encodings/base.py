@@ -101,7 +101,7 @@ def check_servers(encoding: WeightEncoding, capabilities: ServerCapabilities) ->
             f"encoding={encoding.name!r} makes weights for servers that hold them as "
             f"{encoding.quantized!r}, and these hold them as "
             f"{capabilities.quantized or 'the checkpoint has them'!r}. Nothing was "
-            f"sent."
+            f"sent; leave encoding out, and it is chosen by what the servers hold."
         )
 
 

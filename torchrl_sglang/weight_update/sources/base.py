@@ -53,6 +53,7 @@ def describe(name: str, tensor: torch.Tensor, *, computed: bool = False) -> Tens
         dtype=tensor.dtype,
         shape=tensor.shape,
         device=tensor.device,
+        layout=local.layout,
         identity=identity,
         computed=computed,
         mesh=tensor.device_mesh if isinstance(tensor, DTensor) else None,

@@ -60,6 +60,11 @@ def open_weights(
                     f"from 'cuda' or 'cpu'."
                     + (" A tensor there has no values." * (spec.device.type == "meta"))
                 )
+            if spec.layout != torch.strided:
+                raise ConfigurationError(
+                    f"The weight {spec.name} is {spec.layout}; weights are sent as "
+                    f"{torch.strided}: give its to_dense()."
+                )
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         # Nothing here may hold a tensor while the next one is made.

@@ -27,6 +27,10 @@ BUCKET_BYTES = 2 << 30
 
 SEND_TIMEOUT_SECONDS = 300.0
 
+UNPROVEN = "unproven"
+"""Weight version of new servers until their values were compared with those of others,
+which have these weights under the version that both get then."""
+
 CPU = torch.device("cpu")
 
 

@@ -36,6 +36,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.weight_update.transports.base import (
     CPU,
+    UNPROVEN,
     TransportOptions,
     WeightTransport,
     send_to_each,
@@ -127,7 +128,12 @@ class DiskTransport(WeightTransport):
                 lock = _lock(self._directory)
                 self._remove_unfinished()
                 folder, count = self._publish(weights, version)
-            self._load(folder, version)
+            try:
+                self._load(folder, version)
+            finally:
+                if version == UNPROVEN:
+                    # The others have these weights in a checkpoint of their own.
+                    self._remove(folder)
             self._remove_old()
         finally:
             if lock is not None:

@@ -620,7 +620,7 @@ def calls(handle: FakeHandle) -> list[str]:
     return [path for method, path, _ in handle.server.requests if method == "POST"]
 
 
-def test_new_servers_are_filled_alone(filling, launcher):
+def test_new_servers_are_filled_alone(filling, launcher, tmp_path):
     """Nobody else is paused, flushed or sent anything."""
     engine, sender, _ = filling
     version = engine.weight_version
@@ -631,6 +631,9 @@ def test_new_servers_are_filled_alone(filling, launcher):
     report = sender.update_new_servers()
     assert report is not None
     assert report.num_tensors > 0
+    assert report.version == version
+    assert sender.stats().updates == {"disk": 2}
+    assert [path.name for path in tmp_path.iterdir()] == [f"v{version}"]
     assert states(engine)[url] == "serving"
     assert engine.weight_version == version
     assert set(generate(engine)) == {version}
@@ -649,7 +652,7 @@ def test_new_servers_are_filled_alone(filling, launcher):
     ],
 )
 def test_what_is_not_the_current_weights_serves_nothing(
-    filling, launcher, rows, fault, error
+    filling, launcher, rows, fault, error, tmp_path
 ):
     engine, sender, _ = filling
     version = engine.weight_version
@@ -662,6 +665,7 @@ def test_what_is_not_the_current_weights_serves_nothing(
             stack.enter_context(new.misbehaving(fault, path))
         with pytest.raises(error):
             sender.update_new_servers()
+    assert [path.name for path in tmp_path.iterdir()] == [f"v{version}"]
     assert not new.paused
     engine.look_at_servers()
     assert states(engine)[url] == "stale"

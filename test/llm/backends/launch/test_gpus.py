@@ -126,6 +126,7 @@ def test_devices_per_server(arguments, count):
     ("arguments", "words"),
     [
         ({"tp_size": 3, "nnodes": 2}, "3 GPUs .*nnodes=2"),
+        ({"tp_size": 0}, "tp_size .*at least 1, got 0"),
         ({"tp_size": "two"}, "tp_size .* got 'two'"),
         ({"pp_size": True}, "pp_size .* got True"),
     ],

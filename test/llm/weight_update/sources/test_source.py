@@ -237,6 +237,15 @@ def test_tensors_without_values_are_refused(served, tokenizer, hf_model):
         open_weights(weights, served)
 
 
+def test_a_sparse_tensor_is_refused(served, hf_model):
+    weights = hf_model.state_dict()
+    weights["model.norm.weight"] = weights["model.norm.weight"].to_sparse()
+    with pytest.raises(
+        ConfigurationError, match=r"model\.norm\.weight is .*sparse_coo"
+    ):
+        open_weights(weights, served)
+
+
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
