@@ -21,16 +21,15 @@ from torchrl_sglang.support.checks import check_count
 
 _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 
+_SIZES = ("tp_size", "pp_size", "dp_size", "nnodes")
+
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that confines a process to some GPUs."""
 
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
     """Returns the number of this machine's GPUs that a server takes."""
-    tensor, pipeline, data, nodes = (
-        _size(name, 1 if (given := arguments.get(name)) is None else given)
-        for name in ("tp_size", "pp_size", "dp_size", "nnodes")
-    )
+    tensor, pipeline, data, nodes = check_sizes(arguments)
     # Data-parallel attention shares the tensor-parallel GPUs; plain copies do not.
     copies = 1 if arguments.get("enable_dp_attention") else data
     total = tensor * pipeline * copies
@@ -41,7 +40,18 @@ def devices_per_server(arguments: Mapping[str, Any]) -> int:
     return total // nodes
 
 
+def check_sizes(arguments: Mapping[str, Any]) -> list[int]:
+    """Returns ``tp_size``, ``pp_size``, ``dp_size`` and ``nnodes``, by default 1.
+
+    Raises:
+        ConfigurationError: if one of them is no number of GPUs or machines.
+    """
+    return [_size(name, arguments.get(name)) for name in _SIZES]
+
+
 def _size(name: str, value: Any) -> int:
+    if value is None:
+        return 1
     # A command line and a configuration file may give it as a string.
     digits = isinstance(value, str) and value.isdigit()
     return check_count(name, int(value) if digits else value)

@@ -28,6 +28,7 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
+    check_sizes,
     default_device,
     device_environment,
     devices_per_server,
@@ -103,7 +104,7 @@ def make_server_command(
         arguments.setdefault("disable_radix_cache", True)
     _check_local_model(model)
     _check_nodes(arguments)
-    devices_per_server(arguments)  # Refuses sizes that cannot be, on CPU, too.
+    check_sizes(arguments)
     secrets = _take_secrets(arguments)
     # A line for each request would fill the disk in days.
     arguments.setdefault("log_level_http", "warning")
