@@ -73,13 +73,13 @@ def start(path: Any, **arguments: Any) -> AsyncSGLang:
         "gpu_memory_utilization": 0.85,
         "max_total_tokens": 65_536,
         "start_timeout": 300,
+        "enforce_eager": True,
         **arguments,
     }
     return AsyncSGLang.from_pretrained(
         path,
         device="cuda",
         dtype=torch.bfloat16,
-        enforce_eager=True,
         **settings,
         **server_arguments(),
     )

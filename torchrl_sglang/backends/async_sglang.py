@@ -352,6 +352,8 @@ class AsyncSGLang(TorchRLCalls):
                 loader, and a warning says why. Defaults to ``"sglang"``, the model's
                 own loader at every update.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
+                Defaults are SGLang's, but for ``cuda_graph_max_bs_decode``: 512 on GPUs
+                of 60 GB or more (``backends/launch/cuda_graphs.py`` has the rule).
 
         Raises:
             ConfigurationError: if an argument is wrong or no engine is installed.

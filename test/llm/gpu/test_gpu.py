@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, new_model
+from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, new_model, start
 from helpers.log_probs import response_difference, score
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
@@ -90,6 +90,14 @@ def test_padded_tokens_are_scored_wherever_they_are(gpu_engine, device, masked):
     model = new_model(0)
     for found, ids in ((scored[0, 3:], [5, 6, 7]), (scored[1, 1:], [5, 6, 7, 8, 9])):
         assert (found - score(model, ids)[1:]).abs().max() < TOLERANCE
+
+
+def test_cuda_graphs_for_a_batch_of_training(gpu_model_path):
+    with start(gpu_model_path, enforce_eager=False) as engine:
+        size = torch.cuda.get_device_properties(0).total_memory
+        if size > 60 * 2**30:
+            assert engine.capabilities.graphs_up_to == 512
+        assert difference(engine, new_model(0)) < TOLERANCE
 
 
 @pytest.mark.skipif(GPUS < 2, reason="NCCL needs the trainer on a GPU of its own")

@@ -25,6 +25,7 @@ import torch
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch.cuda_graphs import gpu_memory, graph_arguments
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
@@ -137,6 +138,8 @@ def make_server_command(
     if path:
         variables["PYTHONPATH"] = path
     check_names({**arguments, **secrets}, flags)
+    if device == "cuda":
+        arguments |= graph_arguments(arguments, flags, gpu_memory())
     with ExitStack() as undo:
         leases = _lease_ports(host, arguments, variables, undo)
         line = to_flags(arguments, flags)

@@ -34,6 +34,8 @@ RENAMED: Mapping[str, str] = {
     "enable_chunked_prefill": "chunked_prefill_size",
     "async_scheduling": "disable_overlap_schedule",
     "enforce_eager": "disable_cuda_graph",
+    "max_cudagraph_capture_size": "cuda_graph_max_bs_decode",
+    "cudagraph_capture_sizes": "cuda_graph_bs_decode",
     "enable_fp32_output": "enable_fp32_lm_head",
     # LoRA, several modalities, logs.
     "max_loras": "max_loras_per_batch",
@@ -136,7 +138,8 @@ REFUSED: Mapping[str, str] = {
     "calculate_kv_scales": "Give quantization_param_path with the scales.",
     "scheduling_policy": "Give schedule_policy, or enable_priority_scheduling=True.",
     "compilation_config": "Give SGLang's enable_torch_compile or cuda_graph names.",
-    "cuda_graph_sizes": "Give SGLang's cuda_graph arguments.",
+    "cuda_graph_sizes": "Give cuda_graph_max_bs_decode, or the sizes as "
+    "cuda_graph_bs_decode.",
     # LoRA, several modalities, speculation, grammars.
     "lora_dtype": "Adapters take the model's dtype.",
     "fully_sharded_loras": "SGLang shards adapters its own way.",

@@ -42,6 +42,8 @@ from torchrl_sglang.errors import ConfigurationError
         ({"tokenizer": "t"}, {"tokenizer_path": "t"}),
         ({"tokenizer_name": "t"}, {"tokenizer_path": "t"}),
         ({"enforce_eager": True}, {"disable_cuda_graph": True}),
+        ({"max_cudagraph_capture_size": 512}, {"cuda_graph_max_bs_decode": 512}),
+        ({"cudagraph_capture_sizes": [1, 8]}, {"cuda_graph_bs_decode": [1, 8]}),
         ({"enable_fp32_output": True}, {"enable_fp32_lm_head": True}),
         ({"enable_prefix_caching": True}, {"disable_radix_cache": False}),
         ({"enable_prefix_caching": False}, {"disable_radix_cache": True}),

@@ -1,0 +1,123 @@
+"""CUDA graphs of a server for as many requests at once as training sends.
+
+SGLang captures graphs for up to 256 requests on GPUs of 80 or 140 GB with ``tp_size``
+below 4, and computes a step of more of them without: with 0.5B shapes on an H200 at a
+third of the speed. A batch of 64 groups of 8 is 512.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import subprocess
+from collections.abc import Collection, Mapping
+from typing import Any
+
+UP_TO = 512
+"""Requests, as vLLM captures graphs for, and SGLang from ``tp_size=4`` on."""
+
+SGLANG = 256
+"""Those that SGLang captures graphs for below that; it needs no argument for as few."""
+
+ARGUMENT = "cuda_graph_max_bs_decode"
+
+LEAST_MEMORY = 60 * 1024
+"""MiB of a GPU from which on SGLang itself captures graphs for hundreds of requests."""
+
+LEAST_HEADROOM = 10 * 1024
+"""MiB that SGLang leaves on such a GPU for activations and graphs, at least."""
+
+OTHERS = (
+    "cuda_graph",
+    "disable_cuda_graph",
+    "disable_decode_cuda_graph",
+    "speculative_algorithm",
+    "enable_dp_attention",
+    "moe_a2a_backend",
+)
+"""Beginnings of arguments beside which nothing is set: they say what graphs there are,
+or multiply what these need."""
+
+ASK_SECONDS = 60.0
+"""Timeout of nvidia-smi."""
+
+
+def graph_arguments(
+    arguments: Mapping[str, Any], known: Collection[str], memory: int | None
+) -> dict[str, int]:
+    """Returns the argument for more graphs; none where SGLang's choice is kept.
+
+    Args:
+        arguments: of the server, under SGLang's names.
+        known: names of all arguments of its version; none: unknown.
+        memory: MiB of the smallest GPU; None: unknown.
+
+    Examples:
+        >>> names = ["cuda_graph_max_bs_decode"]
+        >>> graph_arguments({}, names, 81_559)
+        {'cuda_graph_max_bs_decode': 512}
+        >>> graph_arguments({"max_running_requests": 384}, names, 81_559)
+        {'cuda_graph_max_bs_decode': 384}
+        >>> graph_arguments({"mem_fraction_static": 0.9}, names, 81_559)
+        {}
+        >>> graph_arguments({}, names, 24_564)
+        {}
+    """
+    if ARGUMENT not in known or memory is None or memory < LEAST_MEMORY:
+        return {}
+    if any(value for name, value in arguments.items() if name.startswith(OTHERS)):
+        return {}
+    share = _number(arguments.get("mem_fraction_static"), 0.0)
+    most = _number(arguments.get("max_running_requests"), UP_TO)
+    # Also where one of them is no number, which SGLang itself tells.
+    if not ((1 - share) * memory >= LEAST_HEADROOM and most > SGLANG):
+        return {}
+    return {ARGUMENT: min(int(most), UP_TO)}
+
+
+def _number(value: Any, default: float) -> float:
+    if value is None:
+        return default
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+@functools.cache
+def gpu_memory() -> int | None:
+    """Returns MiB of this machine's smallest GPU, as SGLang reads it.
+
+    None where nvidia-smi does not tell, or where GPUs are divided (MIG).
+    """
+    query = "--query-gpu=memory.total,mig.mode.current"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=ASK_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_memory(done.stdout)
+
+
+def parse_memory(text: str) -> int | None:
+    r"""Returns the least memory in nvidia-smi's answer, in MiB; None: not known.
+
+    Examples:
+        >>> parse_memory("143771, Disabled\n81559, [N/A]\n")
+        81559
+        >>> parse_memory("81559, Enabled\n") is None
+        True
+    """
+    found = []
+    for line in text.splitlines():
+        memory, _, divided = line.partition(",")
+        if not memory.strip().isdigit() or divided.strip() == "Enabled":
+            return None
+        found.append(int(memory))
+    return min(found, default=None)
