@@ -17,6 +17,7 @@ from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.cli import main
 from torchrl_sglang.cli.bench import measure, plan, to_lines
+from torchrl_sglang.cli.bench.collectors import default_in_flight
 from torchrl_sglang.cli.bench.generation import (
     long_tailed,
     make_prompts,
@@ -92,6 +93,18 @@ def test_tokens_that_arrive_through_collectors(engine, capsys):
         }
         assert max(rows[name]["ratio"] for name in ("raw_each", "raw")) == 1
         assert all(row["processor_ms"] > 0 for row in rows.values())
+
+
+@pytest.mark.parametrize(
+    ("most", "servers", "expected"),
+    [(None, 1, 256), (64, 2, 256), (512, 1, 512), (512, 2, 1024)],
+)
+def test_collectors_keep_servers_as_busy_as_raw_clients(most, servers, expected):
+    engine = SimpleNamespace(
+        capabilities=SimpleNamespace(server_args={"max_running_requests": most}),
+        control=SimpleNamespace(urls=["http://h"] * servers),
+    )
+    assert default_in_flight(engine) == expected
 
 
 @pytest.mark.slow

@@ -94,8 +94,9 @@ def add_command(commands: Any) -> Parser:
     add("--wrapper", action="store_true", help=text)
     text = "throughput of SGLangLLMCollector with ChatEnv, too"
     add("--collector", action="store_true", help=text)
-    text = "conversations that AsyncLLMCollector runs at once (default: %(default)s)"
-    add("--in-flight", default=256, help=text, **number)
+    text = "conversations that AsyncLLMCollector runs at once (default: as many as "
+    text += "--max-running-requests of all servers says, at least 256)"
+    add("--in-flight", help=text, **number)
     text = "update the weights while AsyncLLMCollector collects, this often"
     add("--update-every", type=positive_float, metavar="SECONDS", help=text)
     text = "what these updates do with running requests (default: %(default)s)"

@@ -47,7 +47,7 @@ GROUP_SIZE = 8
 """Responses to one prompt."""
 
 IN_FLIGHT = 256
-"""Most conversations that run at once, by default."""
+"""Fewest conversations that run at once, by default."""
 
 MAX_STALENESS = 1
 
@@ -134,7 +134,7 @@ def measure_collectors(
     load: Load,
     *,
     api_key: str | None = None,
-    in_flight: int = IN_FLIGHT,
+    in_flight: int | None = None,
     update_every: float | None = None,
     pause_mode: PauseMode = "continue",
 ) -> dict[str, Any]:
@@ -148,8 +148,10 @@ def measure_collectors(
     clients, and :class:`~torchrl_sglang.SGLangLLMCollector` with ``ChatEnv``. After its
     first round only the best raw client goes on. With ``update_every``, in seconds,
     weights are updated in this mode while the collectors collect, and ``equal`` is left
-    out.
+    out. ``in_flight`` conversations run at once; by default as many as the servers'
+    ``max_running_requests`` says, like the raw clients', and 256 where it is less.
     """
+    in_flight = in_flight or default_in_flight(engine)
     load = replace(load, prompts=_whole_groups(load.prompts))
     lengths = generation.long_tailed(load)
     found: dict[str, Any] = {
@@ -175,6 +177,12 @@ def measure_collectors(
         finally:
             bench.close()
     return found
+
+
+def default_in_flight(engine: AsyncSGLang) -> int:
+    """Returns how many conversations keep servers as busy as raw clients do."""
+    most = engine.capabilities.server_args.get("max_running_requests") or 0
+    return max(int(most) * len(engine.control.urls), IN_FLIGHT)
 
 
 def _whole_groups(number: int) -> int:
