@@ -67,10 +67,12 @@ def graph_arguments(
         return {}
     if any(value for name, value in arguments.items() if name.startswith(OTHERS)):
         return {}
+    # All machines of a server have to capture the same graphs, and this looks at one.
+    nodes = _number(arguments.get("nnodes"), 1)
     share = _number(arguments.get("mem_fraction_static"), 0.0)
     most = _number(arguments.get("max_running_requests"), UP_TO)
     # Also where one of them is no number, which SGLang itself tells.
-    if not ((1 - share) * memory >= LEAST_HEADROOM and most > SGLANG):
+    if not (nodes <= 1 and (1 - share) * memory >= LEAST_HEADROOM and most > SGLANG):
         return {}
     return {ARGUMENT: min(int(most), UP_TO)}
 

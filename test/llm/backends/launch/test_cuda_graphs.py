@@ -46,6 +46,8 @@ def forget():
         ({"speculative_algorithm": "EAGLE"}, None),
         ({"enable_dp_attention": True}, None),
         ({"moe_a2a_backend": "deepep"}, None),
+        ({"nnodes": 2}, None),
+        ({"nnodes": "1"}, 512),
     ],
 )
 def test_arguments_of_a_large_gpu(given, expected):
