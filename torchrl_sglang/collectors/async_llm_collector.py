@@ -499,6 +499,10 @@ class AsyncLLMCollector(GroupCollector):
         if self._recorder is not None:
             self._recorder.updated(report, self.policy_version)
 
+    def _served_next(self, served: str | None) -> None:
+        """Takes a version for that of the next update's weights; None: it failed."""
+        self._versions.announce(served)
+
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""
         self._versions.add_served(served)

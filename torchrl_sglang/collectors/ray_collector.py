@@ -211,6 +211,9 @@ class RayAsyncLLMCollector(GroupCollector):
         """Counts a weight update; the scheme's sender calls it."""
         self._call("increment_version", self.last_sync_report)
 
+    def _served_next(self, served: str | None) -> None:
+        self._call("call", "_served_next", served)
+
     def __repr__(self) -> str:
         state = "running" if self._finalizer.alive else "shut down"
         return f"{type(self).__name__}({state})"

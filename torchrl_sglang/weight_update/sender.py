@@ -7,6 +7,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -271,7 +272,8 @@ class SGLangWeightSender:
             return self._count(report, counts_itself)
         verify = self._options.verify if verify is None else verify
         with self._totals.counting_failures(), span("weight_update") as traced:
-            report = self._send_until(given, verify)
+            with self._announced():
+                report = self._send_until(given, verify)
             traced.set(
                 version=report.version,
                 transport=report.transport,
@@ -318,7 +320,7 @@ class SGLangWeightSender:
             "All servers were started again, so that they are sent the weights again."
         )
         with self._totals.counting_failures():
-            report = self._send_until(unwrap(model), verify=False)
+            report = self._send_until(unwrap(model), verify=False, counts=False)
         self._totals.add(report)
         for collector in self._all_collectors():
             served_again = getattr(collector, "_served_again", None)
@@ -398,13 +400,18 @@ class SGLangWeightSender:
                 f"since the last update. {now}"
             )
 
-    def _send_until(self, given: Given, verify: bool) -> SyncReport:
-        """Sends weights; again, if a server ends meanwhile that is started again."""
+    def _send_until(
+        self, given: Given, verify: bool, *, counts: bool = True
+    ) -> SyncReport:
+        """Sends weights; again, if a server ends meanwhile that is started again.
+
+        ``counts``: collectors are going to count this update.
+        """
         deadline = time.monotonic() + self._options.restart_timeout
         lost: WeightTransferError | None = None
         while True:
             try:
-                return self._attempt(given, verify, deadline, lost)
+                return self._attempt(given, verify, deadline, lost, counts=counts)
             except WeightTransferError as error:
                 # What is read once cannot be sent a second time.
                 if not error.server_lost or isinstance(given.weights, Iterator):
@@ -417,6 +424,8 @@ class SGLangWeightSender:
         verify: bool,
         deadline: float,
         lost: WeightTransferError | None,
+        *,
+        counts: bool,
     ) -> SyncReport:
         """Sends weights once; ``lost``: why the attempt before has failed."""
         source = self._find_source(given)
@@ -426,7 +435,7 @@ class SGLangWeightSender:
         def send(source: Source) -> SyncReport:
             self._wait_for_servers(deadline, lost)
             try:
-                return self._send(source, given, verify)
+                return self._send(source, given, verify, counts=counts)
             except WeightTransferError as error:
                 # All ranks decide by this: they do not see the servers, and their
                 # deadlines are not the same to the millisecond.
@@ -526,7 +535,9 @@ class SGLangWeightSender:
         engine.look_at_servers()
         return engine.base_problem is None and adapter.fits(engine.capabilities.args)
 
-    def _send(self, source: Source, given: Given, verify: bool) -> SyncReport:
+    def _send(
+        self, source: Source, given: Given, verify: bool, *, counts: bool
+    ) -> SyncReport:
         engine, adapter = self._engine, source.adapter is not None
         if adapter:
             weights = open_weights(source, {})
@@ -546,6 +557,8 @@ class SGLangWeightSender:
                     weights = replace(weights, peers=peers)
             if verify:
                 weights, check = watch(engine, weights, given, version=version)
+            if counts:
+                self._announce(version)
             return session.update_weights(
                 engine,
                 self._get_transport(weights.device, source.peers, adapter=adapter),
@@ -617,18 +630,20 @@ class SGLangWeightSender:
                 specs=specs, read=lambda: iter(()), device=CPU, stable=True
             )
             with engine.weight_update() as update:
+                version = self._next_version()
+                self._announce(version)
                 return session.update_weights(
                     engine,
                     CheckpointTransport(engine),
                     weights,
-                    version=self._next_version(),
+                    version=version,
                     pause_mode="retract" if pause_mode == "none" else pause_mode,
                     held=update,
                     checkpoint=True,
                     draft=self._options.draft,
                 )
 
-        with self._totals.counting_failures():
+        with self._totals.counting_failures(), self._announced():
             try:
                 report = load()
             except WeightTransferError as error:
@@ -637,6 +652,28 @@ class SGLangWeightSender:
                 # It ended between the two.
                 report = load()
         return self._count(report)
+
+    @contextmanager
+    def _announced(self) -> Iterator[None]:
+        """Takes back what was announced if the update fails."""
+        try:
+            yield
+        except BaseException:
+            self._announce(None)
+            raise
+
+    def _announce(self, version: str | None) -> None:
+        """Tells collectors what servers are about to call the next update's weights.
+
+        They generate with them before the update is counted. ``None``: it failed.
+        """
+        for collector in self._all_collectors():
+            tell = getattr(collector, "_served_next", None)
+            if tell is not None:
+                try:
+                    tell(version)
+                except Exception as error:  # noqa: BLE001 - _count() deals with it.
+                    torchrl_logger.debug(f"A collector was not told: {error}")
 
     def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
         """Counts one policy version on every collector, and gives it the report."""

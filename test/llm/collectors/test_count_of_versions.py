@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from pathlib import Path
 
 import aiohttp
@@ -25,7 +26,8 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.backends import session
+from torchrl_sglang.errors import ConfigurationError, WeightTransferError
 
 DOCS = Path(__file__).parents[3] / "docs/source"
 UPDATES = 4
@@ -239,3 +241,62 @@ def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
     assert versions[~own].eq(-1).all()
     assert own.any()
     assert not own.all()
+
+
+def test_responses_between_resumption_and_count(fake, hf_model, tmp_path, monkeypatch):
+    """Servers generate with new weights before the update that sent them returns."""
+    fake.weight_version = "21"
+    engine = AsyncSGLang.connect(fake.url)
+    scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=tmp_path)
+    sender = scheme.create_sender()
+    sender.register_model(hf_model)
+    policy = SGLangWrapper(
+        engine, generate_kwargs={"max_new_tokens": 6}, return_generation_info=True
+    )
+    collector = AsyncLLMCollector(
+        policy=policy,
+        prompts=tasks(1000),
+        rewards=length_reward,
+        group_size=1,
+        groups_per_batch=4,
+        max_staleness=1,
+        max_in_flight=1,
+        total_groups=4 * 8,
+        weight_sync_schemes={"policy": scheme},
+    )
+    count_of = {engine.weight_version: 0}
+    count = type(sender)._count
+
+    def count_late(self, report, counts_itself=None):
+        # As long as a comparison of a large model's log-probs takes.
+        time.sleep(0.3)
+        return count(self, report, counts_itself)
+
+    monkeypatch.setattr(type(sender), "_count", count_late)
+    new = 0
+    for batch in collector:
+        for row in batch:
+            served = row["generation_info", "weight_version"].flatten().tolist()
+            told = row["token_policy_version"].tolist()
+            assert {*told} == {count_of[str(each)] for each in served}
+            new += max(told) == collector.policy_version
+        report = collector.update_policy_weights_()
+        count_of[report.version] = collector.policy_version
+    assert new > 0
+    collector.shutdown()
+    scheme.shutdown()
+    engine.shutdown()
+
+
+def test_an_update_that_fails_is_not_announced(run, fake, monkeypatch):
+    trainer = run(fake)
+    versions = trainer.collector._versions
+
+    def fail(*args, **options):
+        assert versions.of(options["version"]) == 1
+        raise WeightTransferError("It broke.")
+
+    monkeypatch.setattr(session, "update_weights", fail)
+    with pytest.raises(WeightTransferError, match="It broke"):
+        trainer.collector.update_policy_weights_()
+    assert versions.of("1") == versions.current == 0

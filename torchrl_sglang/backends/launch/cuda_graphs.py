@@ -65,7 +65,8 @@ def graph_arguments(
     """
     if ARGUMENT not in known or memory is None or memory < LEAST_MEMORY:
         return {}
-    if any(value for name, value in arguments.items() if name.startswith(OTHERS)):
+    given = (arguments[name] for name in arguments if name.startswith(OTHERS))
+    if any(value is not None and value is not False for value in given):
         return {}
     # All machines of a server have to capture the same graphs, and this looks at one.
     nodes = _number(arguments.get("nnodes"), 1)
@@ -74,7 +75,7 @@ def graph_arguments(
     # Also where one of them is no number, which SGLang itself tells.
     if not (nodes <= 1 and (1 - share) * memory >= LEAST_HEADROOM and most > SGLANG):
         return {}
-    return {ARGUMENT: min(int(most), UP_TO)}
+    return {ARGUMENT: int(min(most, UP_TO))}
 
 
 def _number(value: Any, default: float) -> float:
@@ -99,6 +100,7 @@ def gpu_memory() -> int | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=ASK_SECONDS,
             check=True,
         )
@@ -119,7 +121,7 @@ def parse_memory(text: str) -> int | None:
     found = []
     for line in text.splitlines():
         memory, _, divided = line.partition(",")
-        if not memory.strip().isdigit() or divided.strip() == "Enabled":
+        if not memory.strip().isdecimal() or divided.strip() == "Enabled":
             return None
         found.append(int(memory))
     return min(found, default=None)

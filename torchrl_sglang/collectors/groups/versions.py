@@ -38,6 +38,30 @@ class PolicyVersions:
             # Weights that were served before do not become newer.
             self._version_of.setdefault(served, self.current)
 
+    def announce(self, served: str | None) -> None:
+        """Takes a version that servers may have from now on for the next update's.
+
+        Servers generate with it before the update has been counted, and an update that
+        was sent again has several. ``None``: the update has failed.
+
+        Examples:
+            >>> versions = PolicyVersions("3")
+            >>> versions.announce("4")
+            >>> versions.announce("5")
+            >>> versions.current, versions.of("4")
+            (0, 1)
+            >>> versions.add("5")
+            >>> versions.current, versions.of("4"), versions.of("5")
+            (1, 1, 1)
+        """
+        if served is not None:
+            self._version_of.setdefault(served, self.current + 1)
+            return
+        known = self._version_of.items()
+        self._version_of = {
+            name: version for name, version in known if version <= self.current
+        }
+
     def add_served(self, served: str) -> None:
         """Takes another version of the servers for the current one."""
         self._version_of.setdefault(served, self.current)
@@ -52,10 +76,9 @@ class PolicyVersions:
         found = self._version_of.get(served)
         if found is not None or not served.isdigit():
             return found
-        # Another sender's update, or one whose report has not arrived: it is as old as
-        # the newest update before it.
+        # Another sender's update: it is as old as the newest one before it.
         before = [
-            version
+            min(version, self.current)
             for name, version in list(self._version_of.items())
             if not name.isdigit() or int(name) < int(served)
         ]

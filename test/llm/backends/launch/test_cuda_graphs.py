@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -46,6 +47,10 @@ def forget():
         ({"speculative_algorithm": "EAGLE"}, None),
         ({"enable_dp_attention": True}, None),
         ({"moe_a2a_backend": "deepep"}, None),
+        ({"max_running_requests": math.inf}, 512),
+        ({"cuda_graph_max_bs_decode": 0}, None),
+        ({"cuda_graph_bs_decode": []}, None),
+        ({"cuda_graph_max_bs_decode": None}, 512),
         ({"nnodes": 2}, None),
         ({"nnodes": "1"}, 512),
     ],
@@ -66,6 +71,7 @@ def test_arguments_of_a_large_gpu(given, expected):
         ("143771, [N/A]\n24564, [N/A]\n", 24_564),
         ("81559, Disabled\n81559, Enabled\n", None),
         ("[N/A], Disabled\n", None),
+        ("\u00b2, Disabled\n", None),
         ("No devices were found\n", None),
         ("", None),
     ],
@@ -99,7 +105,9 @@ def test_the_command_of_a_server(tmp_path, monkeypatch):
     assert flag not in make_line(tmp_path, enforce_eager=True)
 
 
-@pytest.mark.parametrize("script", ["exit 9", "echo Failed to initialize NVML"])
+@pytest.mark.parametrize(
+    "script", ["exit 9", "echo Failed to initialize NVML", r"printf '\377, \377'"]
+)
 def test_a_machine_that_does_not_tell(script, tmp_path, monkeypatch):
     put_nvidia_smi(tmp_path, script, monkeypatch)
     assert "--cuda-graph" not in make_line(tmp_path)
