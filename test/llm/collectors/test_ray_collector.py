@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,6 +33,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.weight_update.sender import SGLangWeightSender
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -105,9 +107,21 @@ def has_ended(collector) -> bool:
     return False
 
 
+@pytest.fixture
+def counts_late(monkeypatch):
+    """Responses end between an update's arrival on the servers and its count."""
+    count = SGLangWeightSender._count
+
+    def count_late(self, *args):
+        time.sleep(0.5)
+        return count(self, *args)
+
+    monkeypatch.setattr(SGLangWeightSender, "_count", count_late)
+
+
 @pytest.mark.slow
 def test_a_collector_in_an_actor(
-    restored_engine, hf_model, scheme, tokenizer, ray_here
+    restored_engine, hf_model, scheme, tokenizer, ray_here, counts_late
 ):
     """Updates count there, tokens are of the version that they name, and it may die."""
     models = [hf_model, make_tiny_model(tokenizer, seed=11)]
