@@ -63,11 +63,14 @@ def test_the_bottleneck_of_a_run(make, update, train, step, max_staleness, bound
 
     collector = make(step=waits if step else None, max_staleness=max_staleness)
     batches = iter(collector)
-    for _ in range(5):
+    # A busy machine may make one side longer for a while.
+    for number in range(1, 21):
         next(batches)
         time.sleep(train)
         update(collector)
-    stats = collector.stats()
+        stats = collector.stats()
+        if number >= 5 and stats["bottleneck"].startswith(bound):
+            break
     assert stats["bottleneck"].startswith(bound), stats
     assert all(isinstance(number, float) for number in stats["lately"].values())
 
