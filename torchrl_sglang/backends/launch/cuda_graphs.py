@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import math
-import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from torchrl_sglang.backends.launch.gpus import query_gpus
 
 UP_TO = 512
 """Requests, as vLLM captures graphs for, and SGLang from ``tp_size=4`` on."""
@@ -37,9 +38,6 @@ OTHERS = (
 )
 """Beginnings of arguments beside which nothing is set: they say what graphs there are,
 or multiply what these need."""
-
-ASK_SECONDS = 60.0
-"""Timeout of nvidia-smi."""
 
 
 def graph_arguments(
@@ -93,35 +91,18 @@ def gpu_memory() -> int | None:
 
     None where nvidia-smi does not tell, or where GPUs are divided (MIG).
     """
-    query = "--query-gpu=memory.total,mig.mode.current"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=ASK_SECONDS,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return parse_memory(done.stdout)
+    return least_memory(query_gpus("memory.total", "mig.mode.current"))
 
 
-def parse_memory(text: str) -> int | None:
-    r"""Returns the least memory in nvidia-smi's answer, in MiB; None: not known.
+def least_memory(gpus: Sequence[Sequence[str]]) -> int | None:
+    """Returns the least memory of undivided GPUs in MiB; None: not known.
 
     Examples:
-        >>> parse_memory("143771, Disabled\n81559, [N/A]\n")
+        >>> least_memory([("143771", "Disabled"), ("81559", "[N/A]")])
         81559
-        >>> parse_memory("81559, Enabled\n") is None
+        >>> least_memory([("81559", "Enabled")]) is None
         True
     """
-    found = []
-    for line in text.splitlines():
-        memory, _, divided = line.partition(",")
-        if not memory.strip().isdecimal() or divided.strip() == "Enabled":
-            return None
-        found.append(int(memory))
-    return min(found, default=None)
+    if any(divided == "Enabled" or not total.isdecimal() for total, divided in gpus):
+        return None
+    return min((int(total) for total, _ in gpus), default=None)

@@ -1,4 +1,4 @@
-"""The GPUs that this process sees, and those that each server gets.
+"""The GPUs that there are, those that this process sees, and those of each server.
 
 They are counted without initialising CUDA, so that the trainer can fork.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ _SIZES = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that confines a process to some GPUs."""
+
+ASK_SECONDS = 60.0
+"""Timeout of nvidia-smi."""
 
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
@@ -151,6 +155,29 @@ def _name(item: Any, available: Sequence[str]) -> str:
 def _shown(available: Sequence[str]) -> str:
     names = ",".join(available) or "none"
     return f"{len(available)} are visible here ({VISIBLE_DEVICES}: {names})"
+
+
+def query_gpus(*fields: str) -> list[tuple[str, ...]]:
+    """Returns fields of each GPU of this machine; none where nvidia-smi does not tell.
+
+    ``nvidia-smi --help-query-gpu`` has their names; memory is in MiB.
+    """
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}"]
+    try:
+        done = subprocess.run(
+            [*command, "--format=csv,noheader,nounits"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ASK_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [tuple(line.split(", ")) for line in done.stdout.splitlines()]
+    # It may warn of a GPU in a line between them.
+    return [row for row in rows if len(row) == len(fields)]
 
 
 def default_device() -> str:

@@ -94,8 +94,8 @@ def add_command(commands: Any) -> Parser:
     add("--wrapper", action="store_true", help=text)
     text = "throughput of SGLangLLMCollector with ChatEnv, too"
     add("--collector", action="store_true", help=text)
-    text = "conversations that AsyncLLMCollector runs at once (default: as many as "
-    text += "--max-running-requests of all servers says, at least 256)"
+    text = "conversations that AsyncLLMCollector runs at once (default: "
+    text += "max_running_requests of all servers together, at least 256)"
     add("--in-flight", help=text, **number)
     text = "update the weights while AsyncLLMCollector collects, this often"
     add("--update-every", type=positive_float, metavar="SECONDS", help=text)

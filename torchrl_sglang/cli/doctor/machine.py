@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.environment import inherited_environment
+from torchrl_sglang.backends.launch.gpus import query_gpus
 from torchrl_sglang.errors import ConfigurationError
 
 ASK_SECONDS = 60.0
@@ -96,12 +97,7 @@ def read_requirements() -> Required:
 
 def read_gpus() -> GPUs:
     """Returns the GPUs of this machine."""
-    query = "--query-gpu=driver_version,name,memory.free,memory.total"
-    rows: list[list[str]] = []
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        text = _ask(["nvidia-smi", query, "--format=csv,noheader,nounits"])
-        rows = [line.split(", ") for line in text.splitlines()]
-        rows = [row for row in rows if len(row) == 4]
+    rows = query_gpus("driver_version", "name", "memory.free", "memory.total")
     driver = rows[0][0] if rows else None
     memory = tuple((name, _mib(free), _mib(total)) for _, name, free, total in rows)
     try:

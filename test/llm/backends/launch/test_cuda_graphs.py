@@ -12,9 +12,9 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.cuda_graphs import (
     gpu_memory,
     graph_arguments,
-    parse_memory,
 )
 from torchrl_sglang.backends.launch.server_command import make_server_command
+from torchrl_sglang.cli.doctor.machine import read_gpus
 
 NAMES = ("cuda_graph_max_bs_decode",)
 H100 = 81_559
@@ -64,20 +64,37 @@ def test_arguments_of_a_large_gpu(given, expected):
     assert graph_arguments(given, (), H100) == {}
 
 
+def put_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("script", "expected"),
     [
-        ("143771, Disabled\n143771, Disabled\n", 143_771),
-        ("143771, [N/A]\n24564, [N/A]\n", 24_564),
-        ("81559, Disabled\n81559, Enabled\n", None),
-        ("[N/A], Disabled\n", None),
-        ("\u00b2, Disabled\n", None),
-        ("No devices were found\n", None),
-        ("", None),
+        (r"printf '143771, Disabled\n143771, Disabled\n'", 143_771),
+        (r"printf '143771, [N/A]\n24564, [N/A]\n'", 24_564),
+        (r"printf 'WARNING: infoROM is corrupted\n81559, Disabled\n'", 81_559),
+        (r"printf '81559, Disabled\n81559, Enabled\n'", None),
+        ("echo '[N/A], Disabled'", None),
+        ("echo '\u00b2, Disabled'", None),
+        ("echo No devices were found", None),
+        (r"printf '\377, \377'", None),
+        ("exit 9", None),
     ],
 )
-def test_what_nvidia_smi_tells(text, expected):
-    assert parse_memory(text) == expected
+def test_what_nvidia_smi_tells(script, expected, tmp_path, monkeypatch):
+    put_nvidia_smi(tmp_path, script, monkeypatch)
+    assert gpu_memory() == expected
+
+
+def test_doctor_reads_the_same_program(tmp_path, monkeypatch):
+    put_nvidia_smi(tmp_path, "echo 580.1, NVIDIA H200, 1000, 143771", monkeypatch)
+    found = read_gpus()
+    assert found.driver == "580.1"
+    assert found.memory == (("NVIDIA H200", 1000, 143_771),)
 
 
 def make_line(folder: Path, **arguments: object) -> str:
@@ -89,13 +106,6 @@ def make_line(folder: Path, **arguments: object) -> str:
     return " ".join(made.line)
 
 
-def put_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = folder / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
 def test_the_command_of_a_server(tmp_path, monkeypatch):
     put_nvidia_smi(tmp_path, "echo 143771, Disabled", monkeypatch)
     flag = "--cuda-graph-max-bs-decode"
@@ -103,11 +113,6 @@ def test_the_command_of_a_server(tmp_path, monkeypatch):
     assert flag not in make_line(tmp_path, max_num_seqs=128)
     assert f"{flag} 64" in make_line(tmp_path, cuda_graph_max_bs_decode=64)
     assert flag not in make_line(tmp_path, enforce_eager=True)
-
-
-@pytest.mark.parametrize(
-    "script", ["exit 9", "echo Failed to initialize NVML", r"printf '\377, \377'"]
-)
-def test_a_machine_that_does_not_tell(script, tmp_path, monkeypatch):
-    put_nvidia_smi(tmp_path, script, monkeypatch)
-    assert "--cuda-graph" not in make_line(tmp_path)
+    gpu_memory.cache_clear()
+    put_nvidia_smi(tmp_path, "exit 9", monkeypatch)
+    assert flag not in make_line(tmp_path)
