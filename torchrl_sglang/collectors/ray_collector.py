@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.base import GroupCollector, Pause
+from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
@@ -159,10 +160,10 @@ class RayAsyncLLMCollector(GroupCollector):
         """
         seconds = self.timeouts.batch + CALL_TIMEOUT_SECONDS
         while True:
-            ended, batch = self._call("next", seconds=seconds)
+            ended, packed = self._call("next", seconds=seconds)
             if ended:
                 return
-            yield batch
+            yield unpack(packed)
 
     __len__ = _forwarded(AsyncLLMCollector.__len__)
     start = _forwarded(AsyncLLMCollector.start)
@@ -263,10 +264,12 @@ class _Host:
         """Calls a method of the collector."""
         return getattr(self._collector, method)(*args, **kwargs)
 
-    def next(self) -> tuple[bool, TensorDictBase | None]:
+    def next(self) -> tuple[bool, Packed | None]:
         """Returns whether the batches have ended, and the next one."""
+        from ray.cloudpickle import CloudPickler
+
         for batch in self._collector:
-            return False, batch
+            return False, pack(batch, CloudPickler)
         return True, None
 
     def increment_version(self, report: SyncReport | None) -> None:

@@ -10,22 +10,15 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from tensordict import (
-    LazyStackedTensorDict,
-    NonTensorData,
-    TensorDictBase,
-    is_tensor_collection,
-)
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
+from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
 from torchrl_sglang.errors import CollectionError, ConfigurationError, SGLangError
 from torchrl_sglang.objectives.columns import ASSISTANT_MASK
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
-
-Path = tuple[str, ...]
-"""Path of keys to a tensor in a row."""
 
 SHARE_TIMEOUT_SECONDS = 7200.0
 """Default timeout of a rank that waits for the others."""
@@ -313,52 +306,46 @@ class _RankGroup:
             if found is not None:
                 raise found
 
-    def scatter(self, call: Callable[[], list[tuple[int, Any]] | None]) -> Any:
+    def scatter(self, call: Callable[[], list[Any] | None]) -> Any:
         """Returns this rank's part of what a call returns on the first rank.
 
-        Tensors travel as such, and the rest of a TensorDict as an object.
+        The first rank's own part stays as it is.
         """
 
-        def pack() -> list[tuple[int, Any, Layout, torch.Tensor]] | None:
+        def make() -> tuple[Any, list[Packed]] | None:
             parts = call()
             if parts is None:
                 return None
-            packed = [(version, *_pack(rows)) for version, rows in parts]
             # What cannot be pickled fails here, before the other ranks wait for it.
-            pickle.dumps([head for *head, _ in packed])
-            return packed
+            return parts[0], [pack(part) for part in parts[1:]]
 
-        packed, error = self._outcome(pack)
+        packed, error = self._outcome(make)
+        own, others = packed or (None, [])
         heads: list[Any] = [(None, _portable(error))] * self.size
-        if packed is not None:
-            heads = [(tuple(head), None) for *head, _ in packed]
+        heads[1:] = [((start, len(each)), None) for start, each in others] or heads[1:]
         found: list[Any] = [None]
         self._guard(
             lambda: dist.scatter_object_list(
                 found, heads, group_src=0, group=self._group
             )
         )
-        head, text = found[0]
         if error is not None:
             raise error
+        if self.is_first:
+            for rank, (_, content) in enumerate(others, 1):
+                part = torch.from_numpy(content)
+                send = partial(dist.send, part, group_dst=rank, group=self._group)
+                self._guard(send)
+            return own
+        head, text = found[0]
         if text is not None:
             raise text
         if head is None:
             return None
-        version, skeleton, tensors = head
-        content = self._exchange([each for *_, each in packed or ()], tensors)
-        return version, _unpack(skeleton, tensors, content)
-
-    def _exchange(self, contents: list[torch.Tensor], tensors: Any) -> torch.Tensor:
-        """Sends each rank its bytes, and returns this rank's."""
-        if self.is_first:
-            for rank, each in enumerate(contents[1:], 1):
-                send = partial(dist.send, each, group_dst=rank, group=self._group)
-                self._guard(send)
-            return contents[0]
-        content = torch.empty(_num_bytes(tensors), dtype=torch.uint8)
+        start, size = head
+        content = torch.empty(size, dtype=torch.uint8)
         self._guard(lambda: dist.recv(content, group_src=0, group=self._group))
-        return content
+        return unpack((start, content.numpy()))
 
     def _outcome(self, call: Callable[[], Any]) -> tuple[Any, Exception | None]:
         if not self.is_first:
@@ -401,50 +388,3 @@ def _pickles(error: SGLangError) -> bool:
     except Exception:  # noqa: BLE001 - A class of the user's own.
         return False
     return True
-
-
-Layout = list[tuple[int, Path, torch.dtype, torch.Size]]
-"""Row, place, type and shape of each tensor, in order."""
-
-
-def _pack(rows: Any) -> tuple[Any, Layout, torch.Tensor]:
-    """Takes rows apart: the rest, the places of the tensors, and their bytes."""
-    layout: Layout = []
-    pieces = []
-    skeleton = [row.copy() for row in rows.unbind(0)]
-    for index, row in enumerate(skeleton):
-        for path, value in list(_tensors(row)):
-            layout.append((index, path, value.dtype, value.shape))
-            flat = value.detach().cpu().contiguous().reshape(-1)
-            pieces.append(flat.view(torch.uint8))
-            row.set(path, value.new_empty(0))
-    return skeleton, layout, torch.cat([*pieces, torch.empty(0, dtype=torch.uint8)])
-
-
-def _unpack(skeleton: Any, layout: Layout, content: torch.Tensor) -> TensorDictBase:
-    """Puts rows together again."""
-    start = 0
-    for index, path, dtype, shape in layout:
-        size = shape.numel() * dtype.itemsize
-        # A copy of its own: rows are kept and freed one by one.
-        piece = content[start : start + size].clone()
-        skeleton[index].set(path, piece.view(dtype).view(shape))
-        start += size
-    return LazyStackedTensorDict(*skeleton)
-
-
-def _num_bytes(layout: Layout) -> int:
-    return sum(shape.numel() * dtype.itemsize for _, _, dtype, shape in layout)
-
-
-def _tensors(td: Any, path: Path = ()) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yields the tensors of a row, but for those of its conversations."""
-    for name, value in td.items():
-        if isinstance(value, torch.Tensor):
-            yield (*path, name), value
-        elif (
-            is_tensor_collection(value)
-            and not isinstance(value, NonTensorData)
-            and not value.batch_size
-        ):
-            yield from _tensors(value, (*path, name))
