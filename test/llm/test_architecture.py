@@ -60,12 +60,14 @@ WRITES_PICKLES = {
 it; nothing is read in it here."""
 
 READS_PICKLES = {
+    "collectors/packed_rows.py",
     "gateway/processes/channel.py",
     "gateway/processes/pool.py",
     "gateway/processes/worker.py",
 }
 """The processes of a gateway, which one of them starts, tell each other objects over a
-socket pair that nobody else has."""
+socket pair that nobody else has; and batches go to the ranks of a trainer, or come from
+an actor on Ray, over connections that carry pickles in any case."""
 
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 
@@ -213,6 +215,7 @@ ENGINE_ORDER = [
 COLLECTORS_ORDER = [
     "timeouts",
     "copies",
+    "packed_rows",
     "weight_sync",
     "base",
     "scheduling",

@@ -49,12 +49,12 @@ def pack(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> Packed:
         size += len(pieces[-1])
         return start, part.dtype, tuple(part.shape)
 
-    class Pickler(pickler):  # type: ignore[misc, valid-type]
+    class RowPickler(pickler):  # type: ignore[misc, valid-type]
         def persistent_id(self, part: Any) -> Any:
             return place(part)
 
     file = io.BytesIO()
-    Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    RowPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     rest = np.frombuffer(file.getbuffer(), dtype=np.uint8)
     return size, np.concatenate([*pieces, rest])
 
@@ -63,7 +63,7 @@ def unpack(packed: Packed) -> Any:
     """Returns what was packed, each tensor with memory of its own."""
     start, content = packed
 
-    class Unpickler(pickle.Unpickler):
+    class RowUnpickler(pickle.Unpickler):
         def persistent_load(self, place: Any) -> torch.Tensor:
             begin, dtype, shape = place
             end = begin + math.prod(shape) * dtype.itemsize
@@ -72,4 +72,4 @@ def unpack(packed: Packed) -> Any:
             tensor.reshape(-1).view(torch.uint8).numpy()[:] = content[begin:end]
             return tensor
 
-    return Unpickler(io.BytesIO(content[start:].data)).load()
+    return RowUnpickler(io.BytesIO(content[start:].data)).load()
