@@ -5,9 +5,9 @@ TorchRL's ``LLMCollector`` with the argument ``weight_sync_schemes`` and quick r
 for which ``copies.py`` copies nested TensorDicts.
 
 ``async_llm_collector.py`` keeps the engine full while the trainer trains, and
-``ray_collector.py`` runs all of it in a Ray actor. ``shared_collector.py`` shares batches
-among the ranks of a trainer; between processes they are bytes, by ``packed_rows.py``. The
-asynchronous collector is made of three folders::
+``ray_collector.py`` runs all of it in a Ray actor. ``shared_collector.py`` shares
+batches among the ranks of a trainer; between processes they are bytes, by
+``packed_rows.py``. The asynchronous collector is made of three folders::
 
     scheduling/ (pure: which group starts, which groups make up a batch)
         |
