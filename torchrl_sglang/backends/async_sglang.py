@@ -954,11 +954,13 @@ class AsyncSGLang(TorchRLCalls):
                 fleet.learn(replica, lambda now: replace(now, foreign_version=""))
             self.look_at_servers()
 
-    def interrupt_requests(self, *, timeout: float) -> None:
+    def interrupt_requests(self, *, timeout: float, keep: bool = True) -> None:
+        kept = self.capabilities.keeps_requests
         run_sync(
             self._dispatcher.in_flight.interrupt(
                 self.control.loads,
-                all_of_them=not self.capabilities.keeps_requests,
+                keep=keep and kept,
+                others=not kept,
                 timeout=timeout,
             )
         )

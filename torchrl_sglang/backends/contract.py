@@ -402,7 +402,7 @@ class RLSGLangEngine(abc.ABC):
         return nullcontext(None)
 
     @abc.abstractmethod
-    def interrupt_requests(self, *, timeout: float) -> None:
+    def interrupt_requests(self, *, timeout: float, keep: bool = True) -> None:
         """Aborts requests in flight that would not go on exactly with new weights.
 
         A part of weight updates, which have announced it: this engine object sends what
@@ -410,6 +410,8 @@ class RLSGLangEngine(abc.ABC):
 
         Args:
             timeout: in seconds; what has not come back then is left alone.
+            keep: leave alone those that would go on exactly; False: abort them, too, so
+                that nothing of this engine runs before it sends requests again.
         """
 
     @abc.abstractmethod

@@ -1,7 +1,8 @@
 """Orders the calls of one weight update; nothing else does.
 
-Whole weights: pause → flush → begin → send → end → resume → verify. A LoRA adapter is
-loaded beside the served weights, so it is only sent and verified.
+Whole weights: pause → flush → begin → send → end → resume → verify; this engine's
+requests are sent again only then. A LoRA adapter is loaded beside the served weights,
+so it is only sent and verified.
 
 A failure before the first byte leaves the servers as they were, and generation goes on.
 A later one leaves a mix of old and new weights: the servers stay paused and the engine
@@ -107,6 +108,7 @@ def update_weights(
     checkpoint: bool = False,
     quantized: str | None = None,
     draft: DraftUpdate = "auto",
+    choose_again: Callable[[], str] | None = None,
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
@@ -117,7 +119,9 @@ def update_weights(
     any failure leaves them inconsistent. ``quantized``: the servers that the weights
     were encoded for. ``draft``: what happens to a draft model; the transport says the
     same. ``"continue"`` always flushes prefix caches:
-    retracted requests keep the cache key of the old version.
+    retracted requests keep the cache key of the old version. ``choose_again`` returns
+    another version where another trainer has updated the servers meanwhile, which may
+    have chosen the same.
     """
     start = time.perf_counter()
     if transport.route is not None:
@@ -134,6 +138,9 @@ def update_weights(
             pause_mode="retract" if pause_mode == "continue" else pause_mode,
             timeout=control_timeout,
             draft=draft,
+            verified=verify is not None,
+            flush=flush or pause_mode == "continue",
+            choose_again=choose_again,
             # Sending nothing does not make whole what an earlier update left half done.
             touched=update.was_inconsistent or checkpoint,
         )
@@ -143,9 +150,12 @@ def update_weights(
         if transport.adapter_only:
             count = session.publish(weights)
         else:
-            count = session.replace(weights, flush=flush, checkpoint=checkpoint)
+            count = session.replace(weights, checkpoint=checkpoint)
         if verify is not None:
             session.verify(verify)
+        # Before, a server would take in all of them and only then resume.
+        update.releases_requests()
+    version = session.version
     report = SyncReport(
         version=version,
         transport=transport.name,
@@ -176,6 +186,11 @@ class _UpdateSession:
     pause_mode: PauseMode
     timeout: float
     draft: DraftUpdate
+    verified: bool
+    """Servers and trainer are compared before requests are sent again."""
+    flush: bool
+    """The prefix caches are emptied."""
+    choose_again: Callable[[], str] | None
     touched: bool
     """The servers may hold other weights than when they last generated."""
     committed: bool = False
@@ -217,13 +232,13 @@ class _UpdateSession:
         with self.phase("send"):
             return self.transport.send(weights, version=self.version)
 
-    def replace(self, weights: UpdateContent, *, flush: bool, checkpoint: bool) -> int:
+    def replace(self, weights: UpdateContent, *, checkpoint: bool) -> int:
         """Replaces the served weights; a failure leaves the servers safe."""
         try:
             with self.phase("pause"):
                 self._pause()
                 self._drop_default_adapter()
-            if flush or self.pause_mode == "retract":
+            if self.flush:
                 with self.phase("flush"):
                     self._flush()
             count = self._send(weights)
@@ -236,8 +251,6 @@ class _UpdateSession:
             if self.pause_mode != "none" or self.control.paused:
                 with self.phase("resume"):
                     self._resume(self.timeout)
-            # Before, a server would take in all of them and only then resume.
-            self.update.releases_requests()
         except SGLangError as error:
             raise self._clean_up(error) from error
         except BaseException as error:
@@ -266,7 +279,8 @@ class _UpdateSession:
         if self.pause_mode == "retract" and not self.control.paused:
             self.update.holds_requests()
             self.update.aborts_requests()
-            self.engine.interrupt_requests(timeout=self.timeout)
+            # What is not verified yet generates nothing.
+            self.engine.interrupt_requests(timeout=self.timeout, keep=not self.verified)
         if self.pause_mode != "none":
             if self.pause_mode == "in_place":
                 self.update.keeps_requests()
@@ -323,9 +337,8 @@ class _UpdateSession:
         in_session = self.transport.in_session
         if in_session:
             with self.phase("begin"):
-                if self._begin() and self.pause_mode != "none":
-                    # The sender that had a session open has resumed generation.
-                    run_sync(self.control.pause(self.pause_mode, timeout=self.timeout))
+                if self._begin():
+                    self._follow_another_update()
         with self.phase("send"):
             try:
                 count = self.transport.send(weights, version=self.version)
@@ -338,6 +351,17 @@ class _UpdateSession:
             with self.phase("end"):
                 run_sync(self.control.end_weight_update(timeout=self.timeout))
         return count
+
+    def _follow_another_update(self) -> None:
+        """Begins again after the session of another sender, which has ended."""
+        if self.choose_again is not None:
+            self.version = self.choose_again()
+        if self.pause_mode == "none":
+            return
+        # Generation was resumed, and has filled the caches.
+        run_sync(self.control.pause(self.pause_mode, timeout=self.timeout))
+        if self.flush:
+            self._flush()
 
     def _begin(self) -> bool:
         """Opens a session on every server; returns whether another sender had one open.

@@ -499,9 +499,14 @@ class AsyncLLMCollector(GroupCollector):
         if self._recorder is not None:
             self._recorder.updated(report, self.policy_version)
 
-    def _served_next(self, served: str | None) -> None:
-        """Takes a version for that of the next update's weights; None: it failed."""
+    def _served_next(self, served: str) -> None:
+        """Takes a version for that of the next update's weights."""
         self._versions.announce(served)
+
+    def _update_failed(self, generated: bool) -> None:
+        """Counts an update that failed after servers had begun to generate with it."""
+        self._versions.fail(generated=generated)
+        self._set_version()
 
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""

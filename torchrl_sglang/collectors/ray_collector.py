@@ -212,8 +212,11 @@ class RayAsyncLLMCollector(GroupCollector):
         """Counts a weight update; the scheme's sender calls it."""
         self._call("increment_version", self.last_sync_report)
 
-    def _served_next(self, served: str | None) -> None:
+    def _served_next(self, served: str) -> None:
         self._call("call", "_served_next", served)
+
+    def _update_failed(self, generated: bool) -> None:
+        self._call("call", "_update_failed", generated)
 
     def __repr__(self) -> str:
         state = "running" if self._finalizer.alive else "shut down"

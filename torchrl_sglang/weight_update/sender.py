@@ -100,6 +100,8 @@ class SGLangWeightSender:
         self._ranks: Ranks | None = None
         self._collectors: list[Callable[[], Any]] = []
         self._last_report: SyncReport | None = None
+        self._told: str | None = None
+        """Version that collectors were told last, of this update."""
         self._totals = UpdateTotals()
         self._sent_registered = False
         self._sent_state: State | None = None
@@ -559,6 +561,13 @@ class SGLangWeightSender:
                 weights, check = watch(engine, weights, given, version=version)
             if counts:
                 self._announce(version)
+
+            def choose_again() -> str:
+                other = self._next_version()
+                if counts:
+                    self._announce(other)
+                return other
+
             return session.update_weights(
                 engine,
                 self._get_transport(weights.device, source.peers, adapter=adapter),
@@ -571,6 +580,7 @@ class SGLangWeightSender:
                 held=update,
                 quantized=encoding.quantized,
                 draft=self._options.draft,
+                choose_again=choose_again,
             )
 
     @property
@@ -655,23 +665,32 @@ class SGLangWeightSender:
 
     @contextmanager
     def _announced(self) -> Iterator[None]:
-        """Takes back what was announced if the update fails."""
+        """Tells collectors what becomes of what was announced if the update fails."""
+        self._told = None
         try:
             yield
         except BaseException:
-            self._announce(None)
+            # Its commit comes before servers generate with it.
+            generated = self._told is not None and (
+                self._told == self._engine.weight_version
+            )
+            self._tell("_update_failed", generated)
             raise
 
-    def _announce(self, version: str | None) -> None:
+    def _announce(self, version: str) -> None:
         """Tells collectors what servers are about to call the next update's weights.
 
-        They generate with them before the update is counted. ``None``: it failed.
+        They generate with them before the update is counted.
         """
+        self._told = version
+        self._tell("_served_next", version)
+
+    def _tell(self, method: str, value: Any) -> None:
         for collector in self._all_collectors():
-            tell = getattr(collector, "_served_next", None)
+            tell = getattr(collector, method, None)
             if tell is not None:
                 try:
-                    tell(version)
+                    tell(value)
                 except Exception as error:  # noqa: BLE001 - _count() deals with it.
                     torchrl_logger.debug(f"A collector was not told: {error}")
 

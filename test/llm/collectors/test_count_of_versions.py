@@ -27,7 +27,12 @@ from torchrl_sglang import (
     SGLangWrapper,
 )
 from torchrl_sglang.backends import session
-from torchrl_sglang.errors import ConfigurationError, WeightTransferError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    WeightMismatchError,
+    WeightTransferError,
+)
+from torchrl_sglang.weight_update import sender as senders
 
 DOCS = Path(__file__).parents[3] / "docs/source"
 UPDATES = 4
@@ -300,3 +305,51 @@ def test_an_update_that_fails_is_not_announced(run, fake, monkeypatch):
     with pytest.raises(WeightTransferError, match="It broke"):
         trainer.collector.update_policy_weights_()
     assert versions.of("1") == versions.current == 0
+
+
+def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
+    """They generate nothing of this engine's, and have a count of their own."""
+    engine = AsyncSGLang.connect(fake.url)
+    scheme = SGLangWeightSyncScheme(
+        engine, hf_model, transport="disk", directory=tmp_path
+    )
+    collector = AsyncLLMCollector(
+        policy=SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 6}),
+        prompts=tasks(4000),
+        rewards=length_reward,
+        group_size=1,
+        groups_per_batch=4,
+        max_staleness=1000,
+        max_in_flight=1,
+        weight_sync_schemes={"policy": scheme},
+    )
+    sender, sent = scheme.create_sender(), []
+
+    def requests() -> int:
+        return len(fake.payloads("/generate"))
+
+    def fail() -> None:
+        for _ in range(2):
+            # Those of before may still come in.
+            time.sleep(0.2)
+            sent.append(requests())
+        raise WeightMismatchError("Other values.")
+
+    def watch(engine, weights, given, *, version):
+        return weights, fail
+
+    monkeypatch.setattr(senders, "watch", watch)
+    next(iter(collector))
+    begun = requests()
+    time.sleep(0.2)
+    assert requests() > begun
+    with pytest.raises(WeightMismatchError, match="Other values"):
+        sender.update_weights(verify=True)
+    assert sent[0] == sent[1]
+    assert collector.policy_version == collector._versions.of("1") == 1
+    report = sender.update_weights(verify=False)
+    assert collector.policy_version == collector._versions.of(report.version) == 2
+    assert collector._versions.of("1") == 1
+    collector.shutdown()
+    scheme.shutdown()
+    engine.shutdown()

@@ -42,12 +42,18 @@ def senders(servers):
         yield [stack.enter_context(AsyncSGLang.connect(urls=urls)) for _ in range(2)]
 
 
-def update(engine):
+def update(engine, **options):
     weights = Weights(
         specs=(), read=lambda: iter(()), device=torch.device("cpu"), stable=True
     )
     return session.update_weights(
-        engine, Nothing(), weights, version="1", pause_mode="retract", control_timeout=5
+        engine,
+        Nothing(),
+        weights,
+        version="1",
+        pause_mode="retract",
+        control_timeout=5,
+        **options,
     )
 
 
@@ -72,7 +78,11 @@ def test_an_update_that_fails_closes_its_own_sessions(servers, senders):
 
 
 def test_a_session_of_another_sender_is_waited_for(servers, senders):
-    """That sender lets generation go on at its end, so it is paused again."""
+    """That sender lets generation go on at its end, and may have had the same version.
+
+    So servers are paused again, their caches, which it has filled, are emptied, and a
+    version is chosen that it has not had.
+    """
     mine, other = senders
     run_sync(other.control.begin_weight_update(urls=[servers[0].url]))
 
@@ -83,9 +93,11 @@ def test_a_session_of_another_sender_is_waited_for(servers, senders):
 
     thread = threading.Thread(target=end)
     thread.start()
-    assert update(mine).version == "1"
+    assert update(mine, choose_again=lambda: "2").version == mine.weight_version == "2"
     thread.join()
     paths = [path for _, path, _ in servers[0].requests]
-    assert BEGIN not in paths[len(paths) - 1 - paths[::-1].index(PAUSE) :]
+    after = paths[len(paths) - 1 - paths[::-1].index(PAUSE) :]
+    assert BEGIN not in after
+    assert FLUSH in after
     # The other server was told once.
     assert len(servers[1].payloads(BEGIN)) == 1

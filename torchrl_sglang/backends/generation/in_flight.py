@@ -268,20 +268,22 @@ class InFlight:
         self,
         loads: Callable[[], Awaitable[Sequence[tuple[int, int]]]],
         *,
-        all_of_them: bool,
+        keep: bool,
+        others: bool,
         timeout: float,
     ) -> None:
-        """Aborts the requests that servers have, or those that no retraction keeps.
+        """Aborts the requests that servers have, before they are paused.
 
-        No response starves: one that has to begin anew does so once, and no request is
-        aborted before its server has computed a token of the oldest ones.
+        ``keep``: but for those that a retraction keeps; ``others``: those of other
+        users, too. No response starves: one that has to begin anew does so once, and no
+        request is aborted before its server has computed a token of the oldest ones.
         """
 
         def sent() -> list[InFlightRequest]:
             return [
                 ticket
                 for ticket in self._running
-                if ticket.sent_as and (all_of_them or not ticket.survives_retraction)
+                if ticket.sent_as and not (keep and ticket.survives_retraction)
             ]
 
         await self._until(
@@ -302,7 +304,7 @@ class InFlight:
                 break
             await asyncio.sleep(POLL_SECONDS)
         while (waiting := sent()) and time.monotonic() < end:
-            if all_of_them:
+            if others:
                 await self._abort_all()
             else:
                 await self._abort(waiting)

@@ -38,11 +38,11 @@ class PolicyVersions:
             # Weights that were served before do not become newer.
             self._version_of.setdefault(served, self.current)
 
-    def announce(self, served: str | None) -> None:
+    def announce(self, served: str) -> None:
         """Takes a version that servers may have from now on for the next update's.
 
         Servers generate with it before the update has been counted, and an update that
-        was sent again has several. ``None``: the update has failed.
+        was sent again has several.
 
         Examples:
             >>> versions = PolicyVersions("3")
@@ -54,8 +54,25 @@ class PolicyVersions:
             >>> versions.current, versions.of("4"), versions.of("5")
             (1, 1, 1)
         """
-        if served is not None:
-            self._version_of.setdefault(served, self.current + 1)
+        self._version_of.setdefault(served, self.current + 1)
+
+    def fail(self, *, generated: bool) -> None:
+        """Ends the announcements of an update that has failed.
+
+        Args:
+            generated: servers may have generated with its weights, which so have a
+                count of their own; the next update's are others.
+
+        Examples:
+            >>> versions = PolicyVersions("3")
+            >>> versions.announce("4")
+            >>> versions.fail(generated=True)
+            >>> versions.announce("5")
+            >>> versions.current, versions.of("4"), versions.of("5")
+            (1, 1, 2)
+        """
+        if generated:
+            self.current += 1
             return
         known = self._version_of.items()
         self._version_of = {
