@@ -56,7 +56,8 @@ def test_there_are_always_new_groups(make, update, max_staleness, on_stale):
     for _ in range(12):
         for _ in range(chance.randint(1, 4)):
             chance.choice(actions)()
-        # A trainer that has trained on what there is updates, and wants more.
-        update(collector)
+        # A trainer that has trained on what there is updates, and wants more. All that
+        # may start then can be there before the next line, on a busy machine.
         before = len(buffer)
+        update(collector)
         wait_until(lambda before=before: len(buffer) > before)
