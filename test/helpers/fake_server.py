@@ -309,7 +309,12 @@ class FakeServer:
         self.url = f"http://{host}:{port}"
         self._ready.set()
         await self._done.wait()
+        server = self._runner.server
+        assert server is not None
         await self._runner.cleanup()
+        # A connection that was accepted a moment before is only known now.
+        await asyncio.sleep(0.01)
+        await server.shutdown(0.01)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         assert request.transport is not None
