@@ -504,9 +504,10 @@ class AsyncLLMCollector(GroupCollector):
         self._versions.announce(served)
 
     def _update_failed(self, generated: bool) -> None:
-        """Counts an update that failed after servers had begun to generate with it."""
+        """Counts an update that failed, if servers had begun to generate with it."""
         self._versions.fail(generated=generated)
-        self._set_version()
+        if generated:
+            self._set_version()
 
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""

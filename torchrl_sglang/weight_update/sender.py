@@ -565,6 +565,8 @@ class SGLangWeightSender:
             def choose_again() -> str:
                 other = self._next_version()
                 if counts:
+                    # The first one may be the other trainer's.
+                    self._tell("_update_failed", False)
                     self._announce(other)
                 return other
 

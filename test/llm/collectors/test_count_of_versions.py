@@ -302,9 +302,12 @@ def test_an_update_that_fails_is_not_announced(run, fake, monkeypatch):
         raise WeightTransferError("It broke.")
 
     monkeypatch.setattr(session, "update_weights", fail)
+    begun = []
+    monkeypatch.setattr(trainer.collector._collection, "set_version", begun.append)
     with pytest.raises(WeightTransferError, match="It broke"):
         trainer.collector.update_policy_weights_()
     assert versions.of("1") == versions.current == 0
+    assert not begun, "No version began, which would end a deterministic collection."
 
 
 def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
