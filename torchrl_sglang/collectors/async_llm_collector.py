@@ -333,6 +333,7 @@ class AsyncLLMCollector(GroupCollector):
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
             keeps=make_filter(keep_group, of_agents=agent is not None),
+            asleep=lambda: policy.model.asleep,
             life=life,
         )
         columns = getattr(prompts, "column_names", None)

@@ -29,7 +29,8 @@ class CollectorTimeouts:
     """Timeout of each call of a reward function."""
     engine: float = 600.0
     """Timeout of retrying a group after errors of the engine. The group is given up
-    then; if others fail, too, and none is complete meanwhile, the collector ends."""
+    then; if others fail, too, and none is complete meanwhile, the collector ends. So it
+    does if groups may start and the engine stays asleep for so long."""
     batch: float = 3600.0
     """Timeout of waiting for a batch."""
     shutdown: float = 10.0

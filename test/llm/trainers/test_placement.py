@@ -71,6 +71,9 @@ def test_colocated(make, tmp_path, lora):
                 run.learner.train(batch, run.collector.policy_version)
             run.update_weights()
             assert not run.engine.asleep
+        # Groups that begin with new weights wait until all memory is back.
+        told = run.collector.stats()
+        assert (told["groups_retried"], told["errors"]) == (0, [])
         run.finish()
         assert run.step == 3
         assert run.clock.totals["sleep"] > 0

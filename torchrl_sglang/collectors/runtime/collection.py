@@ -71,6 +71,9 @@ WRITE_TIMEOUT_SECONDS = 600.0
 BACKOFF_SECONDS = 1.0
 """Wait before groups start after the engine failed."""
 
+ASLEEP_POLL_SECONDS = 0.01
+"""Interval at which groups that may start look whether the engine is awake."""
+
 MOST_FILTERED = 10
 """Groups of so many updates in a row that ``keep_group`` rejects end a collection."""
 
@@ -164,6 +167,8 @@ class Collection:
         max_retries: how often a group whose functions failed starts again.
         engine_seconds: how long groups that the engine failed start again.
         keeps: whether a complete group is trained on, by its rows; ``None`` for all.
+        asleep: returns the tags of the engine's memory that is released: groups wait
+            until there are none, for ``engine_seconds`` at most.
         life: is told what becomes of groups.
     """
 
@@ -177,6 +182,7 @@ class Collection:
         max_retries: int,
         engine_seconds: float,
         keeps: Callable[[list[TensorDictBase]], bool] | None = None,
+        asleep: Callable[[], frozenset[str]] = frozenset,
         life: GroupLife | None = None,
     ) -> None:
         self.pool = pool
@@ -206,6 +212,9 @@ class Collection:
         # Groups that the engine failed since one was complete.
         self._engine_failed: set[int] = set()
         self._not_before = 0.0
+        self._asleep = asleep
+        # Since when groups wait for it, on the monotonic clock.
+        self._asleep_since: float | None = None
         self._more_at = math.inf
         self._wanted = 0
         # When the trainer got its last batches.
@@ -556,9 +565,34 @@ class Collection:
             if self._max_in_flight is not None:
                 slots = self._max_in_flight - self.running.value
                 free = min(free, math.ceil(max(slots, 0) / self.groups.size))
+            if free and self._waits_for_memory():
+                self._more_at = time.monotonic() + ASLEEP_POLL_SECONDS
+                return []
             started = [self.pool.start() for _ in range(free)]
             self.life.started(started, self.pool.version)
             return started
+
+    def _waits_for_memory(self) -> bool:
+        """Whether the engine is asleep: new weights have come, but its cache has not.
+
+        Ends the collection where nobody wakes it up.
+        """
+        tags = self._asleep()
+        if not tags:
+            self._asleep_since = None
+            return False
+        now = time.monotonic()
+        if self._asleep_since is None:
+            self._asleep_since = now
+        if now - self._asleep_since > self._engine_seconds:
+            self.end(
+                WeightSyncStateError(
+                    f"Groups have waited {self._engine_seconds:g} s for the engine, "
+                    f"which is asleep ({', '.join(sorted(tags))}); call wake_up() "
+                    f"after the weight update."
+                )
+            )
+        return True
 
     async def _run_group(self, position: int, slots: asyncio.Semaphore) -> None:
         @asynccontextmanager
