@@ -231,8 +231,8 @@ class SGLangWeightSender:
                 Or if verification found other weights on a server: it is paused, and
                 the engine refuses to generate until an update succeeds.
             WeightTransferError: if sending failed; see its ``untouched``.
-            WeightSyncStateError: if there is nothing to send, or another update is in
-                flight.
+            WeightSyncStateError: if there is nothing to send, another update is in
+                flight, or another rank sends for this rank's collector.
             UnsupportedByServerError: if verification has nothing to compare; nothing
                 was sent.
 
@@ -244,6 +244,8 @@ class SGLangWeightSender:
             ``send_timeout``. With DistributedDataParallel every rank may call, and rank
             0 sends: the others return a report with ``transport="none"`` at once,
             unless they have started servers of their own or give ``ddp.module``.
+            An :class:`.AsyncLLMCollector` on another rank would not learn the versions
+            that rank 0 sends, and is refused.
 
         Examples:
             >>> sender = SGLangWeightSyncScheme(engine).create_sender()
@@ -263,6 +265,7 @@ class SGLangWeightSender:
     ) -> SyncReport:
         given = unwrap(self.resolve(weights))
         if self._is_idle_copy(given):
+            self._check_idle_collectors()
             report = SyncReport(
                 version="",
                 transport="none",
@@ -510,6 +513,21 @@ class SGLangWeightSender:
     def _is_idle_copy(self, given: Given) -> bool:
         """Returns whether another rank of DistributedDataParallel sends."""
         return given.is_copy and not self._scheme.owns_servers
+
+    def _check_idle_collectors(self) -> None:
+        """Refuses collectors of servers that another rank updates, and when, is unknown.
+
+        They would count that update before it happens, or after.
+        """
+        for collector in self._all_collectors():
+            if hasattr(collector, "_served_next"):
+                raise WeightSyncStateError(
+                    f"Rank 0 of DistributedDataParallel sends the weights, and this "
+                    f"rank's {type(collector).__name__} does not learn their versions. "
+                    f"Collect on rank 0 and share its batches with SharedCollector, or "
+                    f"give update_weights(ddp.module) where each rank has servers of "
+                    f"its own."
+                )
 
     def _find_source(self, given: Given) -> Source:
         """Resolves weights: whole ones, or a LoRA adapter alone."""

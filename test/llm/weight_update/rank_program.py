@@ -37,12 +37,22 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from helpers.log_probs import difference as log_prob_difference
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, get_model_metadata
+from torchrl_sglang import (
+    AsyncLLMCollector,
+    AsyncSGLang,
+    SGLangWeightSyncScheme,
+    SGLangWrapper,
+    get_model_metadata,
+)
 from torchrl_sglang.backends.client.model_info import (
     fused_from_config,
     metadata_from_config,
 )
-from torchrl_sglang.errors import ServerTimeoutError, WeightTransferError
+from torchrl_sglang.errors import (
+    ServerTimeoutError,
+    WeightSyncStateError,
+    WeightTransferError,
+)
 from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.ranks import Ranks
@@ -313,6 +323,30 @@ def copies(seed: int) -> dict[str, Any]:
     report = sender.update_weights()
     sender.shutdown()
     return {"report": told(report), "difference": difference(model.module)}
+
+
+def copies_with_collectors(seed: int) -> str:
+    """Returns what this rank's update of its collector says."""
+    with AsyncSGLang.connect(SERVER) as engine:
+        scheme = SGLangWeightSyncScheme(
+            engine, DistributedDataParallel(make_model(seed))
+        )
+        collector = AsyncLLMCollector(
+            policy=SGLangWrapper(engine),
+            prompts=["1+1="],
+            rewards=lambda conversation, task: 0.0,
+            group_size=2,
+            groups_per_batch=1,
+            weight_sync_schemes={"policy": scheme},
+        )
+        try:
+            return told(collector.update_policy_weights_())["transport"]
+        except WeightSyncStateError as error:
+            return str(error)
+        finally:
+            dist.barrier()
+            collector.shutdown()
+            scheme.shutdown()
 
 
 def alone(seed: int) -> dict[str, Any] | None:

@@ -196,6 +196,14 @@ def test_copies_are_sent_by_the_first_rank(ranks):
     }
 
 
+def test_a_collector_of_a_copy_is_refused(ranks):
+    """It would not learn the versions of the weights that the first rank sends."""
+    first, second = values(ranks("copies_with_collectors", seed=SEED))
+    assert first == "broadcast"
+    assert "this rank's AsyncLLMCollector does not learn their versions" in second
+    assert "SharedCollector" in second
+
+
 @pytest.mark.parametrize(
     ("reason", "message"),
     [

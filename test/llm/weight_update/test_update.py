@@ -10,12 +10,14 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 import torch
 import torch.distributed as dist
 from helpers import log_probs
+from helpers.collecting import wait_until
 from helpers.forked_starts import processes_below
 from helpers.log_probs import TOLERANCE
 from torchrl.modules.llm import TransformersWrapper
@@ -26,6 +28,7 @@ from torchrl_sglang import (
     SGLangWrapper,
     get_model_metadata,
 )
+from torchrl_sglang.backends import session
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -303,6 +306,66 @@ def test_recovery_leaves_an_update_alone(sender, restored_engine, new_model):
         sender.recover()
     assert sender._transport is transport
     assert transport.connected
+
+
+class Told:
+    """A collector that remembers what it was told."""
+
+    policy_version = 0
+
+    def __init__(self):
+        self.calls = []
+        self.last_sync_report = None
+
+    def _served_next(self, version):
+        self.calls.append(("announced", version))
+
+    def _update_failed(self, generated):
+        self.calls.append(("failed", generated))
+
+    def increment_version(self):
+        self.calls.append(("counted", self.last_sync_report.version))
+
+
+def test_an_announced_version_that_another_trainer_took(
+    sender, restored_engine, new_model, hf_model, tokenizer, monkeypatch
+):
+    """It is withdrawn: responses with it are the other trainer's."""
+    collector, waits = Told(), threading.Event()
+    sender.register_collector(collector)
+    refused = session._is_open
+
+    def is_open(error):
+        if refused(error):
+            waits.set()
+        return refused(error)
+
+    monkeypatch.setattr(session, "_is_open", is_open)
+
+    def weights():
+        if engine.control.paused:
+            # In the other trainer's session: this one waits for its end meanwhile.
+            assert waits.wait(20)
+        yield from hf_model.named_parameters()
+
+    with (
+        AsyncSGLang.connect(restored_engine.server_url) as engine,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        scheme = SGLangWeightSyncScheme(engine)
+        other = pool.submit(scheme.create_sender().update_weights, weights)
+        wait_until(lambda: engine.control.paused)
+        ours = sender.update_weights(new_model).version
+        theirs = other.result().version
+        scheme.shutdown()
+    assert int(ours) == int(theirs) + 1
+    assert collector.calls == [
+        ("announced", theirs),
+        ("failed", False),
+        ("announced", ours),
+        ("counted", ours),
+    ]
+    assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
 
 
 def test_an_engine_that_was_shut_down_takes_nothing(restored_engine, new_model):
