@@ -509,6 +509,8 @@ class AsyncLLMCollector(GroupCollector):
         self._versions.fail(generated=generated)
         if generated:
             self._set_version()
+            if self._recorder is not None:
+                self._recorder.updated(None, self.policy_version)
 
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""

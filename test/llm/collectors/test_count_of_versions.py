@@ -23,6 +23,7 @@ from torchrl_sglang import (
     Gateway,
     OffPolicyCorrection,
     RolloutCorrectionConfig,
+    RunRecorder,
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
@@ -32,6 +33,8 @@ from torchrl_sglang.errors import (
     WeightMismatchError,
     WeightTransferError,
 )
+from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.viewer.page import read_runs
 from torchrl_sglang.weight_update import sender as senders
 
 DOCS = Path(__file__).parents[3] / "docs/source"
@@ -316,6 +319,7 @@ def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
     scheme = SGLangWeightSyncScheme(
         engine, hf_model, transport="disk", directory=tmp_path
     )
+    recorder = RunRecorder(tmp_path / "recording")
     collector = AsyncLLMCollector(
         policy=SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 6}),
         prompts=tasks(4000),
@@ -324,6 +328,7 @@ def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
         groups_per_batch=4,
         max_staleness=1000,
         max_in_flight=1,
+        recorder=recorder,
         weight_sync_schemes={"policy": scheme},
     )
     sender, sent = scheme.create_sender(), []
@@ -356,3 +361,7 @@ def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
     collector.shutdown()
     scheme.shutdown()
     engine.shutdown()
+    recorder.close()
+    (run,) = read_runs([Recording.open(tmp_path / "recording")])
+    updates = [(event["version"], event["transport"]) for event in run.updates]
+    assert updates == [(1, ""), (2, "disk")]
