@@ -15,7 +15,8 @@ from torchrl_sglang.chat.messages import without_stop
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.session import Prompt, Session, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.types import Completion
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
+
+import torch
 
 from torchrl_sglang.errors import ConfigurationError
 
 TrainedRule: TypeAlias = Callable[[Any], bool]
 """Says of a :class:`.Turn` whether it is trained."""
+
+MOST_REWARD = torch.finfo(torch.float32).max
+"""Rows hold rewards as float32, in which more is infinite."""
 
 
 def every_turn(turn: Any) -> bool:
@@ -97,3 +103,18 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
         after = reward + discount * after
         found.append(after)
     return found[::-1]
+
+
+def as_reward(value: Any) -> float:
+    """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
+
+    Raises:
+        ConfigurationError: if the reward is not a finite number of float32.
+    """
+    try:
+        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # noqa: BLE001 - A user's type raises anything.
+        reward = math.nan
+    if not abs(reward) <= MOST_REWARD:
+        raise ConfigurationError(f"reward={value!r} must be a finite number.")
+    return reward

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_sglang.gateway.session import Session, Trajectory, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.trajectories import Trajectory
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.policies import outputs
 from torchrl_sglang.requests.token_values import (
     LOG_PROB,

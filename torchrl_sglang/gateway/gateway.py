@@ -15,7 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
-from torchrl_sglang.gateway.credit import check_discount, trained_rule
+from torchrl_sglang.gateway.credit import as_reward, check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
@@ -29,8 +29,9 @@ from torchrl_sglang.gateway.recorded import tell_session
 from torchrl_sglang.gateway.responder import Responder, prompt_threads
 from torchrl_sglang.gateway.routes.app import make_app
 from torchrl_sglang.gateway.runner import START_SECONDS, Runner
-from torchrl_sglang.gateway.session import Session, Turn, as_reward
+from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import Store
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode

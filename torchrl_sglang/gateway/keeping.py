@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.branches import BranchReason
-from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.turns import Turn
 
 
 class TurnStore(Protocol):

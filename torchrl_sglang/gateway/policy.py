@@ -18,7 +18,7 @@ from torchrl_sglang.chat.tool_calls import read_calls
 from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
 from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
 from torchrl_sglang.gateway.progress import Follower, Progress
-from torchrl_sglang.gateway.session import Prompt
+from torchrl_sglang.gateway.turns import Prompt
 from torchrl_sglang.policies.engine_call import (
     AsyncGenerates,
     SampleRequest,

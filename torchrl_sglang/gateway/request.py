@@ -10,7 +10,7 @@ from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.gateway.policy import Sampling
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

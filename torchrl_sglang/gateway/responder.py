@@ -26,8 +26,9 @@ from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader
 from torchrl_sglang.gateway.registry import SessionRegistry
 from torchrl_sglang.gateway.request import Request
-from torchrl_sglang.gateway.session import NEW_CHARACTERS, Prompt, Session, Turn
+from torchrl_sglang.gateway.session import NEW_CHARACTERS, Session
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
+from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.telemetry.tracing import span
 
 PROMPT_THREADS = 2

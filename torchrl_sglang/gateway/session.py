@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
-
-import torch
 
 from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.messages import (
@@ -20,13 +17,9 @@ from torchrl_sglang.chat.messages import (
     begins_with,
     changes,
     conversation_keys,
-    rename_calls,
     settings_key,
-    without_stop,
 )
-from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.prompt_settings import PromptSettings
-from torchrl_sglang.chat.rendered import ChatResponse
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.branches import (
@@ -38,8 +31,9 @@ from torchrl_sglang.gateway.branches import (
     nearest,
     other_text,
 )
-from torchrl_sglang.gateway.credit import TrainedRule, discounted, every_turn
-from torchrl_sglang.types import Completion
+from torchrl_sglang.gateway.credit import TrainedRule, as_reward, every_turn
+from torchrl_sglang.gateway.trajectories import Trajectory, find_trajectories
+from torchrl_sglang.gateway.turns import Prompt, Turn, go_on
 
 EDITED_TURNS = 4
 """Latest turns with a prompt that an edited response is compared with."""
@@ -57,164 +51,6 @@ ALL_CHARACTERS = 16_000
 """Most characters of a conversation that is rendered in a moment."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Prompt:
-    """Messages of a turn as the model reads them.
-
-    It holds what it does not share with the turn that it goes on from, so that a
-    session grows with what was said, not with the square of it.
-    """
-
-    setting: PromptSettings
-    """Tools and template variables."""
-    new_messages: Sequence[Message]
-    """Messages behind the earlier turn's response; all of them where there is none."""
-    new_token_ids: Sequence[int]
-    """Tokens behind those of the earlier turn."""
-    new_text: str | None = None
-    """Instead of messages, for a plain completion: the text behind that turn's prompt,
-    which begins with that turn's response."""
-    origin: Turn | None = field(default=None, repr=False)
-    """The turn whose tokens it begins with."""
-    said: Message | None = None
-    """Instead of that turn's reply: what the client says that the model said, where the
-    template renders it as the model's own tokens, and more behind them."""
-    branch: Branch | None = None
-    """Why it does not go on from the end of an earlier turn; ``None`` where it does."""
-    new_rendered: str | None = field(default=None, repr=False, compare=False)
-    """What the template renders behind the earlier turn's prompt; ``None``: unknown."""
-    renders_all: bool = field(default=False, repr=False, compare=False)
-    """Whether that is the whole conversation, although there is an earlier turn."""
-    num_tokens: int = field(init=False)
-    """Number of its tokens."""
-
-    def __post_init__(self) -> None:
-        before = 0 if self.origin is None else self.origin.num_tokens
-        object.__setattr__(self, "new_token_ids", shared_ids(self.new_token_ids))
-        object.__setattr__(self, "num_tokens", before + len(self.new_token_ids))
-        # Declarations of tools are large, and each request brings its own.
-        if self.origin is not None and self.origin.prompt.setting == self.setting:
-            object.__setattr__(self, "setting", self.origin.prompt.setting)
-
-    @property
-    def parent(self) -> int | None:
-        """Number of the turn whose tokens it begins with."""
-        return None if self.origin is None else self.origin.number
-
-    @property
-    def rendered(self) -> str | None:
-        """The conversation as the template renders it; ``None``: render it anew."""
-        parts: list[str] = []
-        prompt = self
-        while prompt.new_rendered is not None:
-            parts.append(prompt.new_rendered)
-            if prompt.renders_all or prompt.origin is None:
-                return "".join(reversed(parts))
-            prompt = prompt.origin.prompt
-        return None
-
-    @property
-    def messages(self) -> list[Message]:
-        """The conversation; earlier responses are as the model wrote them."""
-        if self.new_text is not None:
-            before = [turn.prompt.new_text or "" for turn in self._path()]
-            text = "".join([*before, self.new_text])
-            return [{"role": "user", "content": text}]
-        found: list[Message] = []
-        path = self._path()
-        prompts = [*(turn.prompt for turn in path[1:]), self]
-        for turn, following in zip(path, prompts, strict=bool(path)):
-            found += [*turn.prompt.new_messages, following.said or turn.reply]
-        return [*found, *self.new_messages]
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the prompt."""
-        found: list[int] = []
-        for turn in self._path():
-            found += turn.prompt.new_token_ids
-            found += turn.completion.token_ids
-        found += self.new_token_ids
-        return found
-
-    def _path(self) -> list[Turn]:
-        """Returns the turns that it goes on from, the first one first."""
-        path: list[Turn] = []
-        turn = self.origin
-        while turn is not None:
-            path.append(turn)
-            turn = turn.prompt.origin
-        return path[::-1]
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class Turn:
-    """One response of the model, and its prompt."""
-
-    number: int
-    """Number of the turn in the session. Numbers ascend; that of a turn that was never
-    seen is left out."""
-    prompt: Prompt
-    """Prompt that the model read."""
-    completion: Completion
-    """Response of the model: tokens, log-probs and weight versions."""
-    text: str
-    """Text of the response, without the token that ends a turn."""
-    reply: Message
-    """The response as a message, tool calls and reasoning apart."""
-    ended: bool
-    """Whether the last token ends a turn."""
-    model: str = ""
-    """The model's name in the request; it selects nothing, and tells agents apart."""
-    user: str | None = None
-    """For whom the client asked: ``user`` or ``safety_identifier`` of OpenAI's clients,
-    ``metadata.user_id`` of Anthropic's."""
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    """``metadata`` of the request."""
-    request_id: str | None = None
-    """Name of the request: its header ``x-request-id`` or ``x-client-request-id``, or
-    one that the gateway gave it. The answer has it in the headers ``x-request-id`` and
-    ``request-id``."""
-    reward: float | None = None
-    """Reward of this turn alone; ``None``: none was set."""
-    created: float = field(default_factory=time.time)
-    """Seconds since the epoch."""
-    name: str = ""
-    """Name of the answer, by which clients may ask for it and go on from it, if any."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What that answer says of its request, as JSON."""
-
-    def __post_init__(self) -> None:
-        origin = self.prompt.origin
-        if origin is not None and self.about:
-            # Requests repeat their tools, which are large.
-            known = origin.about
-            self.about = {
-                key: known[key] if key in known and known[key] == value else value
-                for key, value in self.about.items()
-            }
-
-    @property
-    def branch(self) -> Branch | None:
-        """Why it begins a branch; ``None`` where it goes on from the end of a path."""
-        return self.prompt.branch
-
-    @property
-    def tools(self) -> Sequence[Mapping[str, Any]]:
-        """Tools that the model was offered, in OpenAI's form."""
-        return self.prompt.setting.tools
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of prompt and response."""
-        return self.prompt.num_tokens + len(self.completion.token_ids)
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of prompt and response."""
-        return [*self.prompt.token_ids, *self.completion.token_ids]
-
-
 class RewardTarget(NamedTuple):
     """What a reward is of."""
 
@@ -222,52 +58,6 @@ class RewardTarget(NamedTuple):
     """``"session"``, ``"agent"``, ``"branch"`` or ``"turn"``."""
     name: str
     """Name of the agent, or number of the turn; empty for the session."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Trajectory:
-    """A path through a session, from a first prompt to a last response."""
-
-    session: str
-    """Name of the session."""
-    turns: Sequence[Turn]
-    """Turns, each of which begins with the tokens of the one before."""
-    trained: Sequence[bool]
-    """True for each turn that the gateway's rule selects, and that is of no earlier
-    trajectory: only these are to be trained on."""
-    rewards: Sequence[float]
-    """Reward that stands at each turn: its own; at the last one, those of the session
-    and of branches on the path, too; at the last one of an agent, that agent's."""
-    discount: float = 1.0
-    """Factor of a reward for each turn before it."""
-    has_reward: bool = True
-    """Whether a reward was set; otherwise all are 0."""
-
-    @property
-    def returns(self) -> list[float]:
-        """Return of each turn, see :func:`.discounted`."""
-        return discounted(self.rewards, self.discount)
-
-    @property
-    def reward(self) -> float | None:
-        """Return of the first turn; ``None``: no reward was set."""
-        return self.returns[0] if self.has_reward else None
-
-    @property
-    def token_ids(self) -> list[int]:
-        """All tokens."""
-        return self.turns[-1].token_ids
-
-    @property
-    def messages(self) -> list[Message]:
-        """All messages."""
-        last = self.turns[-1]
-        return [*last.prompt.messages, last.reply]
-
-    def spans(self) -> Iterator[tuple[Turn, bool, int, int]]:
-        """Yields each turn, whether it is trained, and where its response lies."""
-        for turn, trained in zip(self.turns, self.trained, strict=True):
-            yield turn, trained, turn.prompt.num_tokens, turn.num_tokens
 
 
 class Session:
@@ -358,7 +148,7 @@ class Session:
         """
         setting = known_settings(setting)
         for turn, count, said in self._earlier(messages, setting):
-            joined = _join(turn, messages, count, setting, template, said)
+            joined = go_on(turn, messages, count, setting, template, said)
             if joined is not None:
                 branch = self._forked(turn, messages, count, setting)
                 return joined if branch is None else replace(joined, branch=branch)
@@ -388,11 +178,11 @@ class Session:
         latest = self._latest(messages, setting)
         if latest is None:
             return None
-        count = _count(latest)
+        count = latest.num_messages
         if sum(len(each["content"]) for each in messages[count:]) > NEW_CHARACTERS:
             return None
         for turn in self._ended(self._key(latest), messages[:count]):
-            joined = _join(turn, messages, count, setting, template)
+            joined = go_on(turn, messages, count, setting, template)
             if joined is not None:
                 branch = self._forked(turn, messages, count, setting)
                 return joined if branch is None else replace(joined, branch=branch)
@@ -458,7 +248,7 @@ class Session:
         longest = len(messages)
         if latest is not None:
             # All turns end in a response, and there is none behind this one's.
-            longest = _count(latest)
+            longest = latest.num_messages
             for turn in self._ended(self._key(latest), messages[:longest]):
                 yield turn, longest, None
         grown = ConversationKeys(_settings_key(setting))
@@ -500,7 +290,7 @@ class Session:
             prompt = turn.prompt
             if prompt.setting is not setting or prompt.new_text is not None:
                 continue
-            count = _count(turn)
+            count = turn.num_messages
             if any(each["role"] == "assistant" for each in messages[count:]):
                 continue
             if begins_with(messages, [*prompt.messages, turn.reply]):
@@ -715,160 +505,20 @@ class Session:
         Each trained token is trained in one of them: in the first that has it.
         """
         # Others may add turns meanwhile.
-        turns = {turn.number: turn for turn in list(self.turns)}
-        chosen = {number for number, turn in turns.items() if self.is_trained(turn)}
-        inner = _before(turns, chosen)
-        own = _own_rewards(turns, chosen | inner)
-        seen: set[int] = set()
-        found = []
-        for leaf in turns.values():
-            if leaf.number in inner or leaf.number not in chosen:
-                continue
-            path = [leaf]
-            while (parent := path[-1].prompt.parent) is not None:
-                path.append(turns[parent])
-            path.reverse()
-            fresh = chosen - seen
-            trained = [turn.number in fresh for turn in path]
-            seen.update(turn.number for turn in path)
-            placed = self._placed(path, own)
-            found.append(
-                Trajectory(
-                    session=self.name,
-                    turns=path,
-                    trained=trained,
-                    rewards=[sum(each) for each in placed],
-                    discount=self.discount,
-                    has_reward=any(placed),
-                )
-            )
-        return found
-
-    def _placed(
-        self, path: Sequence[Turn], own: Mapping[int, Sequence[float]]
-    ) -> list[list[float]]:
-        """Returns the rewards that stand at each turn of a path."""
-        placed = [list(own.get(turn.number, ())) for turn in path]
-        if self.reward is not None:
-            placed[-1].append(self.reward)
-        for turn in path:
-            if turn.number in self.branch_rewards:
-                placed[-1].append(self.branch_rewards[turn.number])
-        last = {turn.model: index for index, turn in enumerate(path)}
-        for agent, reward in self.agent_rewards.items():
-            if agent in last:
-                placed[last[agent]].append(reward)
-        return placed
-
-
-def _before(turns: Mapping[int, Turn], chosen: Set[int]) -> set[int]:
-    """Returns the numbers of the turns that chosen ones go on from."""
-    found: set[int] = set()
-    # A turn has a greater number than those before it.
-    for number in sorted(turns, reverse=True):
-        parent = turns[number].prompt.parent
-        if parent is not None and (number in chosen or number in found):
-            found.add(parent)
-    return found
-
-
-def _own_rewards(turns: Mapping[int, Turn], kept: Set[int]) -> dict[int, list[float]]:
-    """Returns the rewards of turns alone, by number.
-
-    That of a turn of no path is its parent's: what follows a turn is to its credit.
-    """
-    found: dict[int, list[float]] = {}
-    for number in sorted(turns, reverse=True):
-        turn = turns[number]
-        if turn.reward is not None:
-            found.setdefault(number, []).append(turn.reward)
-        parent = turn.prompt.parent
-        if number in found and number not in kept and parent is not None:
-            found.setdefault(parent, []).extend(found.pop(number))
-    return found
+        return find_trajectories(
+            list(self.turns),
+            self.is_trained,
+            session=self.name,
+            reward=self.reward,
+            agent_rewards=self.agent_rewards,
+            branch_rewards=self.branch_rewards,
+            discount=self.discount,
+        )
 
 
 def _number(turn: Turn) -> int:
     return turn.number
 
 
-def _count(turn: Turn) -> int:
-    """Returns the number of messages up to a turn's response."""
-    number = 0
-    prompt: Prompt | None = turn.prompt
-    while prompt is not None:
-        number += len(prompt.new_messages) + 1
-        prompt = None if prompt.origin is None else prompt.origin.prompt
-    return number
-
-
 def _settings_key(setting: PromptSettings) -> bytes:
     return setting.digest or settings_key(setting.key())
-
-
-MOST_REWARD = torch.finfo(torch.float32).max
-"""Rows hold rewards as float32, in which more is infinite."""
-
-
-def as_reward(value: Any) -> float:
-    """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
-
-    Raises:
-        ConfigurationError: if the reward is not a finite number of float32.
-    """
-    try:
-        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except Exception:  # noqa: BLE001 - A user's type raises anything.
-        reward = math.nan
-    if not abs(reward) <= MOST_REWARD:
-        raise ConfigurationError(f"reward={value!r} must be a finite number.")
-    return reward
-
-
-def _join(
-    turn: Turn,
-    messages: Sequence[Message],
-    count: int,
-    setting: PromptSettings,
-    template: ChatTemplate,
-    said: Message | None = None,
-) -> Prompt | None:
-    """Returns a prompt that goes on from a turn, if the template allows it.
-
-    ``said`` is the turn's response as a client has edited it.
-    """
-    before, done = turn.prompt.messages, turn.completion
-    reply = turn.reply if said is None else said
-    after = rename_calls(messages[count:], messages[:count], [*before, reply])
-    rendered, renders_all = turn.prompt.rendered, False
-    if rendered is None:
-        rendered, renders_all = template.render(before, setting), True
-    end = template.decode(done.token_ids[-1:]) if turn.ended else None
-    if said is None:
-        text = without_stop(turn.text, done.matched_stop)
-    else:
-        # Its tokens have a stop string, and an end that is none to the template.
-        ends = end in template.special
-        text = turn.text if ends else template.decode(done.token_ids)
-        if not text.strip():
-            # Anything begins with it.
-            return None
-    extension = template.extend(
-        rendered,
-        before,
-        ChatResponse(message=reply, text=text, end=end),
-        after,
-        setting,
-        literal=said is not None,
-    )
-    if extension is None:
-        return None
-    return Prompt(
-        setting=setting,
-        new_messages=after,
-        new_token_ids=extension.token_ids,
-        origin=turn,
-        said=said,
-        new_rendered=extension.rendered[0 if renders_all else len(rendered) :],
-        renders_all=renders_all,
-    )

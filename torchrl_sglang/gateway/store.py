@@ -24,7 +24,8 @@ from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.branches import Branch
-from torchrl_sglang.gateway.session import Prompt, RewardTarget, Session, Turn
+from torchrl_sglang.gateway.session import RewardTarget, Session
+from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 
 FORMAT = 3

@@ -244,7 +244,7 @@ class RunRecorder:
         return self._groups
 
     def updated(self, report: SyncReport | None, version: int) -> None:
-        """Records a weight update that has just ended; one that failed has no report."""
+        """Records a weight update that has just ended; without report: failed."""
         if report is None:
             self.event("update", version=version)
             return

@@ -515,7 +515,7 @@ class SGLangWeightSender:
         return given.is_copy and not self._scheme.owns_servers
 
     def _check_idle_collectors(self) -> None:
-        """Refuses collectors of servers that another rank updates, and when, is unknown.
+        """Refuses collectors whose servers another rank updates, it is unknown when.
 
         They would count that update before it happens, or after.
         """

@@ -18,7 +18,8 @@ from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.chat.template import ChatTemplate
-from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.policies.turns import TurnCodec
 from torchrl_sglang.types import Completion, ServerCapabilities
 

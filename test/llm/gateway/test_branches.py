@@ -18,7 +18,7 @@ from torchrl_sglang import Gateway
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.export import to_rows
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 
 Message = Mapping[str, Any]
 Client = Callable[[Message], Message]

@@ -17,7 +17,8 @@ from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tool_calls import written_ids
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.session import GROWING_TURNS, Prompt, Session, Turn
+from torchrl_sglang.gateway.session import GROWING_TURNS, Session
+from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.types import Completion
 
 USER = {"role": "user", "content": "Hi"}

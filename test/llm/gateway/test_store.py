@@ -21,8 +21,9 @@ from helpers.forked_starts import trainer_python
 from torchrl_sglang import AsyncSGLang, Gateway
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway.session import Prompt, RewardTarget, Session, Turn
+from torchrl_sglang.gateway.session import RewardTarget, Session
 from torchrl_sglang.gateway.store import Store
+from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.requests.token_values import concatenate, unknown_values
 from torchrl_sglang.types import Completion, TokenLayout, VersionSpan
 

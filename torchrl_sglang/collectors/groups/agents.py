@@ -26,7 +26,9 @@ from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.recorded import record_session
-from torchrl_sglang.gateway.session import Session, Trajectory, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.trajectories import Trajectory
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls

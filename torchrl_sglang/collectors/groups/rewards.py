@@ -21,7 +21,7 @@ from torchrl_sglang.collectors.groups.reward_functions import (
 )
 from torchrl_sglang.collectors.groups.user_functions import naming
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.session import as_reward
+from torchrl_sglang.gateway.credit import as_reward
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.user_code import together
 

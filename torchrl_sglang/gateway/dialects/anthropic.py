@@ -35,7 +35,7 @@ from torchrl_sglang.gateway.dialects.base import (
 from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Hint, Request, Usage, finish_reason
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.support.checks import nearest
 
 _SAMPLING = {

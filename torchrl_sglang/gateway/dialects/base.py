@@ -12,7 +12,7 @@ import msgspec
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.request import Request, Usage
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 
 THINKING = ("enable_thinking", "thinking")
 """Variables of chat templates for whether a model thinks."""

@@ -26,8 +26,9 @@ from torchrl_sglang.gateway.processes.messages import (
 )
 from torchrl_sglang.gateway.processes.remote import TOKEN_IDS, UNKNOWN_TURN
 from torchrl_sglang.gateway.registry import SessionRegistry
-from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import TurnRow, from_row
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.policies.engine_call import AsyncGenerates
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.event_loop import run_async

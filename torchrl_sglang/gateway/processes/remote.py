@@ -23,8 +23,9 @@ from torchrl_sglang.gateway.processes.messages import (
     UnnameTurn,
     WithdrawTurns,
 )
-from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import to_row
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.requests.request import GENERATE_TIMEOUT_SECONDS, GenerateRequest
 from torchrl_sglang.types import Completion, ServerCapabilities
 

@@ -10,7 +10,8 @@ from aiohttp import web
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.request import Request
-from torchrl_sglang.gateway.session import Session, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.turns import Turn
 
 
 class SessionServer(Protocol):

@@ -14,7 +14,7 @@ from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.request import usage_of
 from torchrl_sglang.gateway.routes.content import failure_of, json_response
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 
 FIRST_SECONDS = 0.8
 """Time until a stream's first bytes, in seconds."""

@@ -19,7 +19,8 @@ from torchrl_sglang.gateway.processes.messages import Generate, SentPrompt
 from torchrl_sglang.gateway.processes.owner import Owner
 from torchrl_sglang.gateway.processes.remote import OwnerStore, RemoteEngine
 from torchrl_sglang.gateway.registry import SessionRegistry
-from torchrl_sglang.gateway.session import Prompt, Session, Turn
+from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.types import Completion
 

@@ -23,7 +23,7 @@ from torchrl_sglang.gateway.dialects.responses.tools import (
     find_tools,
     model_name,
 )
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 
 _ITEM = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{24})([0-9a-f]{4})")
 _RESPONSE = re.compile(r"resp_([0-9a-f]{24})")

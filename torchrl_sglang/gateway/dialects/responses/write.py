@@ -14,7 +14,7 @@ from torchrl_sglang.gateway.dialects.responses.read import LOGPROBS
 from torchrl_sglang.gateway.dialects.responses.tools import find_tools
 from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.request import Request, Usage, finish_reason, usage_of
-from torchrl_sglang.gateway.session import Turn
+from torchrl_sglang.gateway.turns import Turn
 
 TokenText = Callable[[int], str]
 
