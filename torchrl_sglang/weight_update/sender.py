@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import platform
-import sys
 import time
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,8 +20,6 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import next_version
 from torchrl_sglang.backends.lora.names import parse_served_name
 from torchrl_sglang.errors import (
-    CollectionError,
-    CollectionTimeoutError,
     RequestRefusedError,
     ServerError,
     ServerTimeoutError,
@@ -52,6 +47,7 @@ from torchrl_sglang.weight_update.encodings.registry import (
 from torchrl_sglang.weight_update.new_servers import State, fill, state_of
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
+from torchrl_sglang.weight_update.registered_collectors import RegisteredCollectors
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
 from torchrl_sglang.weight_update.sources.given import Given, unwrap
 from torchrl_sglang.weight_update.sources.peft import adapter_source, plain_lora
@@ -98,10 +94,8 @@ class SGLangWeightSender:
         # The transport of whole weights; an adapter's keeps no connection.
         self._transport: WeightTransport | None = None
         self._ranks: Ranks | None = None
-        self._collectors: list[Callable[[], Any]] = []
+        self._collectors = RegisteredCollectors(scheme)
         self._last_report: SyncReport | None = None
-        self._told: str | None = None
-        """Version that collectors were told last, of this update."""
         self._totals = UpdateTotals()
         self._sent_registered = False
         self._sent_state: State | None = None
@@ -142,21 +136,14 @@ class SGLangWeightSender:
         keep it alive, and forgets it with a warning when it has ended: when one of the
         two raises :class:`.CollectionError`, or its Ray actor is dead.
         """
-        try:
-            self._collectors.append(weakref.ref(collector))
-        except TypeError:
-            # Of a class with slots.
-            self._collectors.append(lambda: collector)
+        self._collectors.register(collector)
 
     def unregister_collector(self, collector: Any) -> None:
         """Forgets a collector, whose policy version counts no more updates.
 
         ``shutdown()`` of this package's collectors does it. Safe to call twice.
         """
-        known = [each for each in self._collectors if each() is not None]
-        self._collectors = [each for each in known if each() is not collector]
-        if self._scheme.context is collector:
-            self._scheme.context = None
+        self._collectors.unregister(collector)
 
     def init_all_workers_group(
         self,
@@ -265,7 +252,7 @@ class SGLangWeightSender:
     ) -> SyncReport:
         given = unwrap(self.resolve(weights))
         if self._is_idle_copy(given):
-            self._check_idle_collectors()
+            self._collectors.check_idle()
             report = SyncReport(
                 version="",
                 transport="none",
@@ -277,7 +264,7 @@ class SGLangWeightSender:
             return self._count(report, counts_itself)
         verify = self._options.verify if verify is None else verify
         with self._totals.counting_failures(), span("weight_update") as traced:
-            with self._announced():
+            with self._collectors.announced():
                 report = self._send_until(given, verify)
             traced.set(
                 version=report.version,
@@ -327,10 +314,7 @@ class SGLangWeightSender:
         with self._totals.counting_failures():
             report = self._send_until(unwrap(model), verify=False, counts=False)
         self._totals.add(report)
-        for collector in self._all_collectors():
-            served_again = getattr(collector, "_served_again", None)
-            if served_again is not None:
-                served_again(report.version)
+        self._collectors.served_again(report.version)
         return report
 
     def update_new_servers(self) -> SyncReport | None:
@@ -514,21 +498,6 @@ class SGLangWeightSender:
         """Returns whether another rank of DistributedDataParallel sends."""
         return given.is_copy and not self._scheme.owns_servers
 
-    def _check_idle_collectors(self) -> None:
-        """Refuses collectors whose servers another rank updates, it is unknown when.
-
-        They would count that update before it happens, or after.
-        """
-        for collector in self._all_collectors():
-            if hasattr(collector, "_served_next"):
-                raise WeightSyncStateError(
-                    f"Rank 0 of DistributedDataParallel sends the weights, and this "
-                    f"rank's {type(collector).__name__} does not learn their versions. "
-                    f"Collect on rank 0 and share its batches with SharedCollector, or "
-                    f"give update_weights(ddp.module) where each rank has servers of "
-                    f"its own."
-                )
-
     def _find_source(self, given: Given) -> Source:
         """Resolves weights: whole ones, or a LoRA adapter alone."""
         if self._options.transport == AUTO:
@@ -578,14 +547,14 @@ class SGLangWeightSender:
             if verify:
                 weights, check = watch(engine, weights, given, version=version)
             if counts:
-                self._announce(version)
+                self._collectors.announce(version)
 
             def choose_again() -> str:
                 other = self._next_version()
                 if counts:
                     # The first one may be the other trainer's.
-                    self._tell("_update_failed", False)
-                    self._announce(other)
+                    self._collectors.withdraw()
+                    self._collectors.announce(other)
                 return other
 
             return session.update_weights(
@@ -661,7 +630,7 @@ class SGLangWeightSender:
             )
             with engine.weight_update() as update:
                 version = self._next_version()
-                self._announce(version)
+                self._collectors.announce(version)
                 return session.update_weights(
                     engine,
                     CheckpointTransport(engine),
@@ -673,7 +642,7 @@ class SGLangWeightSender:
                     draft=self._options.draft,
                 )
 
-        with self._totals.counting_failures(), self._announced():
+        with self._totals.counting_failures(), self._collectors.announced():
             try:
                 report = load()
             except WeightTransferError as error:
@@ -683,56 +652,12 @@ class SGLangWeightSender:
                 report = load()
         return self._count(report)
 
-    @contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Tells collectors what becomes of what was announced if the update fails."""
-        self._told = None
-        try:
-            yield
-        except BaseException:
-            # Its commit comes before servers generate with it.
-            generated = self._told is not None and (
-                self._told == self._engine.weight_version
-            )
-            self._tell("_update_failed", generated)
-            raise
-
-    def _announce(self, version: str) -> None:
-        """Tells collectors what servers are about to call the next update's weights.
-
-        They generate with them before the update is counted.
-        """
-        self._told = version
-        self._tell("_served_next", version)
-
-    def _tell(self, method: str, value: Any) -> None:
-        for collector in self._all_collectors():
-            tell = getattr(collector, method, None)
-            if tell is not None:
-                try:
-                    tell(value)
-                except Exception as error:  # noqa: BLE001 - _count() deals with it.
-                    torchrl_logger.debug(f"A collector was not told: {error}")
-
     def _count(self, report: SyncReport, counts_itself: Any = None) -> SyncReport:
         """Counts one policy version on every collector, and gives it the report."""
         self._last_report = report
         if report.transport != "none":
             self._totals.add(report)
-        uncounted = []
-        for collector in self._all_collectors():
-            try:
-                collector.last_sync_report = report
-                if collector is not counts_itself:
-                    collector.increment_version()
-            except Exception as error:  # noqa: BLE001 - A remote one raises anything.
-                if not self._forget_ended(collector, error):
-                    uncounted.append(f"{type(collector).__name__}: {error}")
-        if uncounted:
-            raise WeightSyncStateError(
-                f"Weights of version {report.version} are on the servers, and "
-                f"collectors could not count them: {'; '.join(uncounted)}"
-            )
+        self._collectors.count(report, counts_itself)
         return report
 
     def resolve(self, weights: Any = None) -> Any:
@@ -767,37 +692,8 @@ class SGLangWeightSender:
                 untouched=True,
             ) from error
         known += [adapter.version or "" for adapter in engine.adapters.values()]
-        known += [str(self._count_of(each)) for each in self._all_collectors()]
+        known += [str(count) for count in self._collectors.counts()]
         return next_version([*known, engine.weight_version, engine.newest_version])
-
-    def _all_collectors(self) -> list[Any]:
-        known = [*(each() for each in self._collectors), self._scheme.context]
-        return list({id(each): each for each in known if each is not None}.values())
-
-    def _count_of(self, collector: Any) -> int:
-        """Returns a collector's policy version; 0 if it is no number, or has ended."""
-        try:
-            version = getattr(collector, "policy_version", None)
-        except Exception as error:
-            if self._forget_ended(collector, error):
-                return 0
-            raise WeightSyncStateError(
-                f"The registered {type(collector).__name__} does not tell its policy "
-                f"version ({type(error).__name__}: {error}); nothing was sent. If it "
-                f"has ended, call sender.unregister_collector(collector)."
-            ) from error
-        return version if isinstance(version, int) else 0
-
-    def _forget_ended(self, collector: Any, error: Exception) -> bool:
-        """Forgets a collector if its error says that it has ended; returns whether."""
-        if not _has_ended(error):
-            return False
-        self.unregister_collector(collector)
-        torchrl_logger.warning(
-            f"A {type(collector).__name__} has ended and counts no more weight "
-            f"updates: {error}"
-        )
-        return True
 
     def flush_cache(self) -> bool:
         """Empties the prefix caches, as updates do; False if a server is too busy."""
@@ -818,15 +714,6 @@ def _place_of(source: Source) -> tuple[str, frozenset[str]]:
         if spec.mesh is not None and spec.mesh.device_type == "cuda":
             return platform.node(), names_of(torch.device("cuda"))
     return platform.node(), frozenset()
-
-
-def _has_ended(error: Exception) -> bool:
-    """Returns whether an error of a collector says that it will not go on."""
-    if isinstance(error, CollectionError):
-        return not isinstance(error, CollectionTimeoutError)
-    # It has been imported if an actor could raise it.
-    ray = sys.modules.get("ray")
-    return ray is not None and isinstance(error, ray.exceptions.ActorDiedError)
 
 
 def _may_be_lost(error: BaseException | None) -> bool:
