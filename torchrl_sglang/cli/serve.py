@@ -129,7 +129,9 @@ def wait(engine: AsyncSGLang) -> NoReturn:
     """Waits for an interrupt; raises when all servers are lost."""
     while True:
         time.sleep(POLL_SECONDS)
-        if any(server.state != "dead" for server in engine.servers):
+        # One whose restart failed was stopped.
+        ended = ("dead", "stopped")
+        if any(server.state not in ended for server in engine.servers):
             continue
         servers = engine.stats().servers
         if all(server.state == "lost" for server in servers):

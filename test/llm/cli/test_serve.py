@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.echo_engine import make_interpreter
@@ -27,6 +28,8 @@ from torchrl_sglang.backends.launch.watchdog import (
     processes_by_parent,
 )
 from torchrl_sglang.cli import main
+from torchrl_sglang.cli.serve import wait
+from torchrl_sglang.errors import ServerDiedError
 
 BUDGET_SECONDS = 300.0
 
@@ -196,6 +199,18 @@ def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
         _, errors = process.communicate(timeout=300)
         assert process.returncode == 1
         assert "No server runs any more" in errors
+
+
+def test_a_server_whose_restart_failed_ends_the_command():
+    """What had ended was stopped before it was started again."""
+    reason = "It was started again once and has ended again; it is given up."
+    lost = SimpleNamespace(state="lost", reason=reason)
+    engine = SimpleNamespace(
+        servers=[SimpleNamespace(state="stopped")],
+        stats=lambda: SimpleNamespace(servers=[lost]),
+    )
+    with pytest.raises(ServerDiedError, match="it is given up"):
+        wait(engine)
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
     ConfigurationError,
+    UserFunctionError,
 )
 
 
@@ -584,3 +585,10 @@ def test_calls_without_a_scheme(make):
     with pytest.raises(ConfigurationError, match="close_env"):
         collector.shutdown(close_env=False)
     assert "running=0" in repr(collector)
+
+
+def test_a_postproc_that_returns_nothing(make):
+    """``None`` would be the end of the batches."""
+    collector = make(postproc=lambda batch: None)
+    with pytest.raises(UserFunctionError, match="postproc returned None"):
+        next(iter(collector))

@@ -258,3 +258,28 @@ def test_publishing_an_adapter(lora_trainer, fault):
     trainer.version = trainer.sender.update_weights(trainer.model).version
     (answer,) = trainer.engine.generate(input_ids=[5], timeout=60)
     assert answer.adapter_version == trainer.version != before
+
+
+def test_a_server_that_dies_in_an_update_is_left_out_of_the_next_one(
+    tiny_model_path, hf_model, tmp_path
+):
+    """Nobody starts it again, and the other one is there."""
+    with (
+        FakeServer(tiny_model_path) as fake,
+        FakeServer(tiny_model_path) as dying,
+        AsyncSGLang.connect(urls=[fake.url, dying.url]) as engine,
+    ):
+        scheme = SGLangWeightSyncScheme(
+            engine, hf_model, transport="disk", directory=tmp_path
+        )
+        sender = scheme.create_sender()
+        sender.update_weights()
+        with dying.misbehaving("hang_up", WHOLE["disk"].send):
+            with pytest.raises(WeightSyncError):
+                sender.update_weights()
+            dying.die()
+        report = sender.update_weights()
+        assert fake.weight_version == report.version
+        assert [each.state for each in engine.stats().servers] == ["serving", "down"]
+        assert engine.generate(input_ids=[[5]], sampling_params={"max_new_tokens": 1})
+        scheme.shutdown()

@@ -221,7 +221,7 @@ class Supervisor:
             return
         if not fleet.state.owns_any:
             await self._follow(fleet)
-        if fleet.state.generates:
+        if fleet.state.may_look:
             await self._poller.poll(fleet)
             # The watch may have begun to poll some of them just before.
             if self._runs("poll"):

@@ -150,6 +150,15 @@ class FleetState:
         return not (stopped or updating or self.weights.inconsistent)
 
     @property
+    def may_look(self) -> bool:
+        """Whether a look at servers tells what they hold: nothing updates them.
+
+        It does where a failed update has left them paused: one of them may be gone,
+        and the next update is for the others.
+        """
+        return not (self.draining or self.asleep or self.updating is not None)
+
+    @property
     def awaits_weights(self) -> bool:
         """Whether none serves, and one that was started again waits for weights."""
         stale = any(replica.state == "stale" for replica in self.replicas)

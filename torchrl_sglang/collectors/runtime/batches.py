@@ -6,14 +6,14 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.runtime.advantages import check_advantages
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
-from torchrl_sglang.errors import CollectionError
+from torchrl_sglang.errors import CollectionError, UserFunctionError
 
 FOREVER_SECONDS = 10.0 * 365 * 24 * 3600
 """The writer waits for groups until the collection ends."""
@@ -83,6 +83,11 @@ class Batches:
         batch: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
         if self._postproc is not None:
             batch = self._postproc(batch)
+            if not is_tensor_collection(batch):
+                raise UserFunctionError(
+                    f"postproc returned {batch!r}, and the batch is what it returns; "
+                    f"return a TensorDict, also where it is changed in place."
+                )
         if self._replay_buffer is not None:
             self._consumer_version.set(pool.version)
             self._replay_buffer.extend(batch)
