@@ -219,6 +219,7 @@ COLLECTORS_ORDER = [
     "weight_sync",
     "base",
     "scheduling",
+    "options",
     "runtime",
     "groups",
     "llm_collector",

@@ -6,7 +6,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
 from tensordict import TensorDictBase
 from torchrl.data import ReplayBuffer
@@ -24,6 +24,7 @@ from torchrl_sglang.collectors.groups.tools import (
     parse_tool_calls,
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.collectors.options import check_options
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
@@ -55,10 +56,10 @@ from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import check_policy
-from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.checks import check_choice, check_count, check_flag
+from torchrl_sglang.support.checks import check_count, check_flag
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -249,26 +250,35 @@ class AsyncLLMCollector(GroupCollector):
         recorder: RunRecorder | None = None,
     ) -> None:
         super().__init__()
-        for name, count, least in (
-            ("group_size", group_size, 1),
-            ("groups_per_batch", groups_per_batch, 1),
-            ("batches_per_update", batches_per_update, 1),
-            ("num_threads", num_threads, 1),
-            ("max_turns", max_turns, 1),
-            ("max_in_flight", max_in_flight, 1),
-            ("max_staleness", max_staleness, 0),
-            ("max_retries", max_retries, 0),
-            ("total_groups", total_groups, -1),
-            ("seed", seed, 0),
-        ):
-            # None means no limit, and is not a number for the others.
-            if count is not None or name not in ("max_turns", "max_in_flight"):
-                check_count(name, count, least=least)
-        check_choice("on_stale", on_stale, get_args(OnStale))
-        check_choice("request_order", request_order, get_args(RequestOrder))
+        check_options(
+            {
+                "env": env,
+                "step": step,
+                "tools": tools,
+                "tool_parser": tool_parser,
+                "max_turns": max_turns,
+                "agent": agent,
+                "group_size": group_size,
+                "groups_per_batch": groups_per_batch,
+                "batches_per_update": batches_per_update,
+                "max_staleness": max_staleness,
+                "on_stale": on_stale,
+                "total_groups": total_groups,
+                "max_in_flight": max_in_flight,
+                "max_retries": max_retries,
+                "request_order": request_order,
+                "shuffle": shuffle,
+                "seed": seed,
+                "deterministic": deterministic,
+                "postproc": postproc,
+                "timeouts": timeouts,
+                "num_threads": num_threads,
+                "recorder": recorder,
+            }
+        )
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
-        self.deterministic = check_flag("deterministic", deterministic)
+        self.deterministic = deterministic
         if deterministic:
             check_deterministic(
                 policy, max_staleness=max_staleness, of_agents=agent is not None
@@ -281,7 +291,7 @@ class AsyncLLMCollector(GroupCollector):
         self._prompts = make_prompts(
             prompts,
             query_key=query_key,
-            shuffle=check_flag("shuffle", shuffle),
+            shuffle=shuffle,
             seed=seed,
         )
         self._seeds = SampleSeeds(run=seed)
@@ -299,13 +309,7 @@ class AsyncLLMCollector(GroupCollector):
             blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
             seeds=self._seeds if has_seeds else None,
             priority_of=choose_priority(request_order, policy.model.capabilities),
-            slot_of=choose_slots(
-                request_order,
-                policy.model,
-                limits.groups_per_update,
-                further={"env": env, "agent": agent}
-                | ({} if max_turns == 1 else {"step": step, "tools": tools}),
-            ),
+            slot_of=choose_slots(request_order, policy.model, limits.groups_per_update),
             rewards=rewards,
             group_rewards=group_rewards,
             step=step,
@@ -316,7 +320,7 @@ class AsyncLLMCollector(GroupCollector):
             agent=agent,
             gateway=gateway,
         )
-        self._recorder = check_recorder(recorder)
+        self._recorder = recorder
         life = GroupLife(recorder, policy.tokenizer)
         self._collection = Collection(
             GroupPool(
@@ -574,10 +578,23 @@ class AsyncLLMCollector(GroupCollector):
 
         Raises:
             CollectionError: if the collector has started.
-            ConfigurationError: if the prompts are others.
+            ConfigurationError: if the prompts are others, or the state is no
+                collector's.
         """
         if self._collection.alive:
             raise CollectionError("A state is loaded before the collector is started.")
+        try:
+            self._load_state(state_dict)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(
+                f"The saved state is not that of an AsyncLLMCollector "
+                f"({type(error).__name__}: {error}); give what its state_dict() "
+                f"returned."
+            ) from error
+
+    def _load_state(self, state_dict: Mapping[str, Any]) -> None:
         order = state_dict["pool"]["prompts"]
         self._prompts.resume(state_dict["prompts"], int(order["next"]), order["open"])
         # States of earlier releases have none.

@@ -34,7 +34,9 @@ Resume: TypeAlias = bool | Literal["auto"]
 
 ROLLOUTS = "rollouts.jsonl"
 
-RESULTS = (ROLLOUTS, "model", "best")
+TRAINED = "model"
+
+RESULTS = (ROLLOUTS, TRAINED, "best")
 """Names of the results of a run, beside its checkpoints."""
 
 REST = "run.pt"
@@ -114,8 +116,8 @@ class Checkpoints:
 
         Raises:
             ConfigurationError: if there are results of an earlier run and this one is
-                to begin, if it is to go on and there is no checkpoint, or if the
-                checkpoint is of another run.
+                to begin, or a trained model and no checkpoint; if it is to go on and
+                there is no checkpoint; or if the checkpoint is of another run.
             CheckpointError: if it cannot be read.
         """
         paths = self.paths()
@@ -127,6 +129,12 @@ class Checkpoints:
                 raise ConfigurationError(
                     f"resume=True, and {self._folder} has no checkpoint; give "
                     f"resume='auto' to begin if there is none."
+                )
+            trained = self._run / TRAINED
+            if trained.exists():
+                raise ConfigurationError(
+                    f"{trained} is of an earlier run, which has no checkpoint to go on "
+                    f"with; give another output, or move it."
                 )
             return None
         state = _read_rest(paths[-1])
@@ -285,6 +293,8 @@ def _read_rest(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(
             path / REST, map_location="cpu", weights_only=False
         )
+        # Otherwise it is no checkpoint of a run.
+        _ = int(state["step"]), dict(state["identity"])
     except Exception as error:
         raise CheckpointError(
             f"{path} is damaged: {_say(error).rstrip('.')}. Remove it to go on with "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.groups.filter import make_filter
-from torchrl_sglang.collectors.scheduling.group_pool import OnStale
+from torchrl_sglang.collectors.options import check_options
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.advantages import TrajectoryReturn
 from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.support.checks import check_choice, check_keywords
+from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.arguments import (
     as_list,
     check_collector,
@@ -51,7 +52,7 @@ class Collecting:
         if not callable(self.collector) and not any(whole.values()):
             check_prompts("prompts", self.prompts, self.query_key)
             check_functions(self.functions, self.query_key)
-        check_choice("on_stale", self.on_stale, get_args(OnStale))
+        check_options({"on_stale": self.on_stale})
         if self.eval_prompts is not None:
             # Read at every evaluation.
             tasks = as_list("eval_prompts", self.eval_prompts)
@@ -61,6 +62,7 @@ class Collecting:
         make_filter(self.keep_group, of_agents=self.agent is not None)
         if isinstance(self.collector, Mapping):
             check_keywords("collector", self.collector, AsyncLLMCollector)
+            check_options({**self.functions, **whole, **self.collector})
 
     @property
     def trajectory_return(self) -> TrajectoryReturn:
@@ -109,7 +111,13 @@ class Collecting:
     def _make(self, served: Served, policy: Any, **arguments: Any) -> Any:
         given = self.collector
         if callable(given):
-            return given(policy)
+            made = given(policy)
+            if not hasattr(made, "increment_version"):
+                raise ConfigurationError(
+                    f"collector returned {made!r}; return a collector, as "
+                    f"AsyncLLMCollector(policy=policy, ...)."
+                )
+            return made
         common: dict[str, Any] = {"query_key": self.query_key}
         if self.agent is not None:
             common |= {"agent": self.agent, "gateway": served.gateway}

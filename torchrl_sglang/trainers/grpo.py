@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig, as_config
 from torchrl_sglang.objectives.packing import Packing
@@ -270,8 +271,10 @@ class GRPO(Run):
         check_attention(attn_implementation)
         # Finds wrong options now.
         SGLangWeightSyncScheme(None, None, **(weight_sync or {}))
-        if resume != "auto":
-            check_flag("resume", resume)
+        if resume != "auto" and not isinstance(resume, bool):
+            raise ConfigurationError(
+                f"resume must be True, False or 'auto', got {resume!r}."
+            )
         check_placement(model, engine, colocated, max_staleness)
         if check_flag("deterministic", deterministic):
             check_repeatable(

@@ -374,26 +374,44 @@ class Learner:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
         return {"train/skipped": 1.0}
 
-    @torch.no_grad()
     def _check_weights(self) -> None:
         """Refuses to go on with weights that are not finite, on all ranks."""
-        parts = {
-            name: each.to_local() if isinstance(each, DTensor) else each
+        if wrong := self.find_not_finite():
+            raise NotFiniteError(
+                f"{wrong} is not finite any more. It was neither saved nor sent to "
+                f"servers: go on with the last checkpoint, and a smaller learning rate."
+            )
+
+    @torch.no_grad()
+    def find_not_finite(self, *, of_optimizer: bool = False) -> str:
+        """Returns which trained weight is not finite, on any rank; ``""``: none.
+
+        Args:
+            of_optimizer: also looks at what the optimizer keeps of each weight.
+        """
+        found = {
+            f"weight {name}": each
             for name, each in self.model.named_parameters()
             if each.requires_grad
+        }
+        if of_optimizer:
+            for name, weight in list(found.items()):
+                for kind, kept in self.optimizer.state.get(weight, {}).items():
+                    if torch.is_tensor(kept) and kept.is_floating_point():
+                        found[f"optimizer's {kind} of {name}"] = kept
+        parts = {
+            name: each.to_local() if isinstance(each, DTensor) else each
+            for name, each in found.items()
         }
         # One answer of the GPU for all of them; a rank can have nothing of some.
         own = [part.detach() for part in parts.values() if part.numel()]
         size, wrong = get_total_norm(own, math.inf), ""
         if not size.isfinite():
-            found = (name for name, part in parts.items() if not part.isfinite().all())
-            wrong = next(found, "")
-        if not self.ranks.all_true(not wrong):
-            raise NotFiniteError(
-                f"The weight {wrong or 'of another rank'} is not finite any more. It "
-                f"was neither saved nor sent to servers: go on with the last "
-                f"checkpoint, and a smaller learning rate."
-            )
+            names = (name for name, part in parts.items() if not part.isfinite().all())
+            wrong = next(names, "")
+        if self.ranks.all_true(not wrong):
+            return ""
+        return f"The {wrong or 'weight of another rank'}"
 
     @torch.no_grad()
     def _add_log_probs(self, rows: TensorDictBase) -> None:

@@ -16,7 +16,7 @@ from torchrl import logger as torchrl_logger
 
 from torchrl_sglang.collectors.shared_collector import SharedCollector
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
-from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.errors import CheckpointError, ConfigurationError, SGLangError
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -276,13 +276,23 @@ class Run:
         """Goes on with a checkpoint, if there is one, and sends the weights."""
         state = self._saved_state
         goes_on = self.ranks.share(state is not None)
+        collected = (state or {}).get("collector", {})
         if goes_on:
             self._checkpoints.restore(self.learner)
+            if wrong := self.learner.find_not_finite(of_optimizer=True):
+                raise CheckpointError(
+                    f"{wrong} of the newest checkpoint in {self.folder} is not finite, "
+                    f"and nothing was sent to servers. Remove the checkpoint to go on "
+                    f"with the one before."
+                )
             self.step = self.ranks.share(0 if state is None else state["step"])
             self.best = self.ranks.share(None if state is None else state["best"])
+            # What does not fit is found before servers have the weights.
+            self.collector.load_state_dict(collected)
         self.update_weights()
         if goes_on:
-            self.collector.load_state_dict((state or {}).get("collector", {}))
+            # The servers' weights are those of the state's policy version.
+            self.collector.load_state_dict(collected)
             # More ranks than were saved have random numbers of their own.
             random: Any = self.ranks.share(None if state is None else state["random"])
             for known in random[self.ranks.rank :][:1]:

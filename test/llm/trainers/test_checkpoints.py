@@ -19,6 +19,7 @@ from torchrl_sglang.trainers.checkpoints import (
     REST,
     RESULTS,
     ROLLOUTS,
+    TRAINED,
     Checkpoints,
     forget_later_steps,
 )
@@ -34,9 +35,13 @@ def test_results_of_an_earlier_run(tmp_path):
         (folder / name).write_text("x")
         with pytest.raises(ConfigurationError, match=f"{name} is of an earlier run"):
             checkpoints.load(False)
-        assert checkpoints.load("auto") is None
         with pytest.raises(ConfigurationError, match="has no checkpoint"):
             checkpoints.load(True)
+        if name != TRAINED:
+            assert checkpoints.load("auto") is None
+            continue
+        with pytest.raises(ConfigurationError, match="no checkpoint to go on with"):
+            checkpoints.load("auto")
 
 
 def test_a_run_that_never_trained_does_not_block_the_next(tmp_path):
@@ -123,6 +128,10 @@ def test_a_damaged_checkpoint(tmp_path, damage):
     damage(newest / REST)
     with pytest.raises(CheckpointError, match="step_00000002 is damaged.*Remove it"):
         checkpoints.load("auto")
+    for other in ({"hello": 1}, [1, 2], {"step": 1, "identity": None}):
+        torch.save(other, newest / REST)
+        with pytest.raises(CheckpointError, match="step_00000002 is damaged"):
+            checkpoints.load("auto")
     shutil.rmtree(newest)
     assert checkpoints.load("auto")["step"] == 1
 

@@ -26,8 +26,13 @@ from torchrl._utils import logger as torchrl_logger
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_sglang import GRPO, CorrectedGRPOLoss, has_variance
-from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.errors import (
+    CheckpointError,
+    CollectionError,
+    ConfigurationError,
+)
 from torchrl_sglang.recording.reading import Recording
+from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.trainers import run as run_module
 from torchrl_sglang.trainers.methods import METHODS, overlong_penalty
 from torchrl_sglang.trainers.ranks import TrainerRanks
@@ -234,6 +239,31 @@ def test_a_run_that_goes_on(make, tmp_path):
         each["query"]: 2 * 4 for each in PROMPTS
     }
     assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
+
+
+def test_what_cannot_go_on_reaches_no_server(make, restored_engine, tmp_path):
+    """Other prompts, a state that is none, and weights that a disk has lost."""
+    make(steps=1).train()
+    served = restored_engine.control.weight_versions
+    before = run_sync(served(timeout=5))
+    newest = tmp_path / "run" / "checkpoints" / "step_00000001"
+    again = {"steps": 2, "resume": True}
+    with pytest.raises(ConfigurationError, match="state is of prompts with length"):
+        make(**again, prompts=PROMPTS[:2]).train()
+    kept = (newest / "run.pt").read_bytes()
+    state = torch.load(newest / "run.pt", weights_only=False)
+    torch.save({**state, "collector": {"pool": 3}}, newest / "run.pt")
+    with pytest.raises(ConfigurationError, match="not that of an AsyncLLMCollector"):
+        make(**again).train()
+    (newest / "run.pt").write_bytes(kept)
+    (path,) = newest.glob("*.distcp")
+    damaged = bytearray(path.read_bytes())
+    middle = len(damaged) // 2
+    damaged[middle : middle + 4000] = b"\xff" * 4000
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match="is not finite, and nothing was sent"):
+        make(**again).train()
+    assert run_sync(served(timeout=5)) == before
 
 
 def test_tools(make):
@@ -443,6 +473,18 @@ def test_overlong_responses_are_punished():
         ({"prompts": TakenColumn()}, "A task has a column 'advantage'"),
         ({"lora": {"rank": 4}}, "lora has no argument 'rank'"),
         ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
+        ({"collector": {"request_order": "newest"}}, "'arrival', 'oldest', 'longest'"),
+        (
+            {
+                "collector": {"request_order": "longest"},
+                "step": lambda said, task: None,
+            },
+            "with step a conversation has several",
+        ),
+        ({"collector": {"max_in_flight": 0}}, "at least 1, got 0"),
+        ({"collector": {"timeouts": {"engine": 3}}}, "timeouts must be CollectorTime"),
+        ({"collector": {"postproc": 3}}, "postproc must be a function"),
+        ({"collector": {"replay_buffer": object()}}, "trains on batches as they come"),
         ({"gateway": {"max_session": 1}}, "Did you mean 'max_sessions'"),
         ({"optimizer": "adam"}, "optimizer must be a mapping of arguments or"),
         ({"agent": greet}, "rewards cannot be given with agent"),

@@ -59,11 +59,29 @@ def choose_priority(
     return oldest_first
 
 
+def check_one_response(order: RequestOrder, further: Mapping[str, Any]) -> None:
+    """Checks that conversations have one response each, where an order needs it.
+
+    Args:
+        order: of the requests.
+        further: arguments that make conversations of more than one response.
+
+    Raises:
+        ConfigurationError: if one of them is given for ``"longest"``.
+    """
+    given = [name for name, value in further.items() if value is not None]
+    if order == "longest" and given:
+        raise ConfigurationError(
+            f"request_order='longest' compares responses to one prompt, and with "
+            f"{' and '.join(given)} a conversation has several; take 'oldest', or "
+            f"max_turns=1 with plain functions."
+        )
+
+
 def choose_slots(
     order: RequestOrder,
     engine: RLSGLangEngine,
     groups_per_update: int,
-    further: Mapping[str, Any],
 ) -> SlotOf:
     """Returns what the requests of an order wait for.
 
@@ -72,21 +90,12 @@ def choose_slots(
         engine: that they are sent with.
         groups_per_update: groups of the batches between two weight updates; those of
             earlier ones go first.
-        further: arguments that make conversations of more than one response.
 
     Raises:
-        ConfigurationError: if one of them is given for ``"longest"``.
         UnsupportedByServerError: if servers do not tell how many requests they run.
     """
     if order != "longest":
         return no_slot
-    given = [name for name, value in further.items() if value is not None]
-    if given:
-        raise ConfigurationError(
-            f"request_order='longest' compares responses to one prompt, and with "
-            f"{' and '.join(given)} a conversation has several; take 'oldest', or "
-            f"max_turns=1 with plain functions."
-        )
     slots = Slots(engine)
     return lambda position, prompt: slots.slot(
         prompt, batch=position // groups_per_update

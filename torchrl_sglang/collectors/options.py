@@ -1,0 +1,92 @@
+"""Checks of a collector's arguments, as far as no engine is needed for them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from torchrl_sglang.collectors.scheduling.group_pool import OnStale
+from torchrl_sglang.collectors.scheduling.priority import (
+    RequestOrder,
+    check_one_response,
+)
+from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.recording.recorder import check_recorder
+from torchrl_sglang.support.checks import check_choice, check_count, check_flag
+
+COUNTS: Mapping[str, int] = {
+    "group_size": 1,
+    "groups_per_batch": 1,
+    "batches_per_update": 1,
+    "num_threads": 1,
+    "max_turns": 1,
+    "max_in_flight": 1,
+    "max_staleness": 0,
+    "max_retries": 0,
+    "total_groups": -1,
+    "seed": 0,
+}
+"""Argument -> the least number that it takes."""
+
+UNLIMITED = ("max_turns", "max_in_flight")
+"""Those for which ``None`` is no limit."""
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "on_stale": get_args(OnStale),
+    "request_order": get_args(RequestOrder),
+}
+"""Argument -> the words that it takes."""
+
+
+def check_options(given: Mapping[str, Any]) -> None:
+    """Checks arguments of an :class:`.AsyncLLMCollector`, some of them or all.
+
+    Raises:
+        ConfigurationError: if a value is none that its argument takes, or two of them
+            do not go together.
+
+    Examples:
+        >>> check_options({"max_in_flight": None, "request_order": "oldest"})
+        >>> try:
+        ...     check_options({"request_order": "newest"})
+        ... except ConfigurationError as error:
+        ...     print(error)
+        request_order='newest' is not one of 'arrival', 'oldest', 'longest'.
+    """
+    for name, value in given.items():
+        if name in COUNTS:
+            if value is not None or name not in UNLIMITED:
+                check_count(name, value, least=COUNTS[name])
+        elif name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name in ("shuffle", "deterministic"):
+            check_flag(name, value)
+        elif name == "recorder":
+            check_recorder(value)
+        elif name == "timeouts":
+            _check_timeouts(value)
+        elif name in ("postproc", "tool_parser"):
+            _check_function(name, value)
+    check_one_response(given.get("request_order", "arrival"), _further(given))
+
+
+def _further(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments that make conversations of more than one response."""
+    names = ["env", "agent"]
+    if given.get("max_turns") != 1:
+        names += ["step", "tools"]
+    return {name: given.get(name) for name in names}
+
+
+def _check_timeouts(value: Any) -> None:
+    if not isinstance(value, CollectorTimeouts | None):
+        raise ConfigurationError(
+            f"timeouts must be CollectorTimeouts, got {value!r}; give "
+            f"CollectorTimeouts(engine=600.0)."
+        )
+
+
+def _check_function(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise ConfigurationError(f"{name} must be a function, got {value!r}.")
