@@ -236,6 +236,11 @@ def _first(routes: Collection[str], candidates: tuple[str, ...], url: str) -> st
     )
 
 
+def weight_loaders(server_info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of the weight loaders that a server was started with."""
+    return tuple(_names(server_info, "custom_weight_loader"))
+
+
 def start_id(server_info: Mapping[str, Any]) -> str:
     """Returns what differs from one start of a server to the next.
 
@@ -313,7 +318,7 @@ def interpret(
         and not has("hicache_storage_backend"),
         load_route=_first(routes, _LOAD_ROUTES, url),
         info_route=next((r for r in _INFO_ROUTES if r in routes), _INFO_ROUTES[0]),
-        weight_loaders=tuple(_names(server_info, "custom_weight_loader")),
+        weight_loaders=weight_loaders(server_info),
         has_tokenizer=not has("skip_tokenizer_init"),
         has_grammar=server_info.get("grammar_backend") not in (None, "none"),
         weight_version=str(model_info.get("weight_version") or "default"),

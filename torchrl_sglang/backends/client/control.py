@@ -15,6 +15,7 @@ from torchrl_sglang.backends.client.capabilities import (
     adapters_in,
     check_weight_route,
     start_id,
+    weight_loaders,
 )
 from torchrl_sglang.backends.client.drafts import model_fields
 from torchrl_sglang.backends.client.fan_out import AT_ONCE, fan_out
@@ -193,6 +194,13 @@ class ControlPlane:
         route = self.capabilities.info_route
         (answer,) = await self._get(route, QUERY_TIMEOUT_SECONDS, [url])
         return start_id(answer)
+
+    async def weight_loaders(
+        self, *, timeout: float = QUERY_TIMEOUT_SECONDS, urls: Urls = None
+    ) -> list[tuple[str, ...]]:
+        """Returns the names of the weight loaders that each server has now."""
+        answers = await self._get(self.capabilities.info_route, timeout, urls)
+        return [weight_loaders(answer) for answer in answers]
 
     async def schedulers_answer(self, *, timeout: float) -> Errors:
         """Checks that every scheduler works, by a cheap task.

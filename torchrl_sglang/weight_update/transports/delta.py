@@ -186,6 +186,7 @@ class DeltaTransport(WeightTransport):
                 control.loader_states(loader.STATE, timeout=timeout, urls=urls)
             ).items()
         }
+        self._check_loaders([url for url in urls if states[url] is None])
         versions = run_sync(control.weight_versions(timeout=timeout, urls=urls))
         served = self._engine.weight_version
         reasons = {
@@ -209,6 +210,28 @@ class DeltaTransport(WeightTransport):
                 if reason is not None:
                     torchrl_logger.info(f"{url} is sent all weights: {reason}.")
         return lines
+
+    def _check_loaders(self, urls: list[str]) -> None:
+        """Refuses servers that tell nothing because they have no loader any more.
+
+        They were started again by someone else, and would end at the first message.
+        """
+        if not urls:
+            return
+        control = self._engine.control
+        found = run_sync(control.weight_loaders(timeout=STATE_SECONDS, urls=urls))
+        lacking = [
+            url
+            for url, names in zip(urls, found, strict=True)
+            if loader.LOADER not in names
+        ]
+        if lacking:
+            raise WeightTransferError(
+                f"{', '.join(lacking)} was started again without "
+                f"custom_weight_loader={loader.LOADER!r}, so nothing was sent; start "
+                f"it with this, or take it out with engine.remove_servers().",
+                untouched=True,
+            )
 
     def _write(
         self, weights: Weights, lines: list[DeltaLine], baseline: Baseline

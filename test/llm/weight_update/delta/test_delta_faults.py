@@ -236,6 +236,21 @@ def test_a_server_that_tells_nothing_sensible(run):
         run.update()
 
 
+def test_a_server_that_comes_back_without_the_loader(two):
+    """It would end at the first message, and the other one goes on without it."""
+    two.update()
+    restart(two)
+    two.servers[0]._server_args = {}
+    sent = len(two.servers[0].payloads(SEND))
+    with pytest.raises(WeightTransferError, match="without custom_weight_l") as caught:
+        two.update()
+    assert caught.value.untouched
+    assert len(two.servers[0].payloads(SEND)) == sent
+    two.engine.remove_servers(two.proxies[0].url)
+    two.servers.pop(0).__exit__(None, None, None)
+    two.update()
+
+
 def test_servers_without_the_loader(tiny_model_path, tokenizer):
     """They would end, so nothing is sent."""
     with FakeServer(tiny_model_path) as server:
