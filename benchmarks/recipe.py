@@ -42,7 +42,10 @@ FIRST_STOP = 200
 """Tokens from here on end a response; the tokenizer knows none of them."""
 
 
-QUERIES = [f"Tell me a story about the number {number:06}." for number in range(4096)]
+def queries(options: argparse.Namespace) -> list[str]:
+    """Returns the prompts: new ones in each batch, or the same few in each epoch."""
+    count = options.tasks or 4096
+    return [f"Tell me a story about the number {number:06}." for number in range(count)]
 
 
 def make_model(name: str, folder: str) -> str:
@@ -85,6 +88,8 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
     }
     if options.rollout_dtype != "auto":
         engine["rollout_dtype"] = options.rollout_dtype
+    if options.drafts != "none":
+        engine["drafts"] = options.drafts
     if options.device == "cpu":
         engine |= {"device": "cpu", "dtype": "float32"}
     else:
@@ -93,7 +98,7 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
         engine |= server_arguments()
     return GRPO(
         path,
-        prompts=[{"query": query} for query in QUERIES],
+        prompts=[{"query": query} for query in queries(options)],
         rewards=remainder,
         generate_kwargs=sampling,
         group_size=options.group_size,
@@ -161,7 +166,7 @@ def measure_alone(run: GRPO, batch: Any, options: argparse.Namespace) -> dict[st
                 tokenize=True,
                 return_dict=False,
             )
-            for query in QUERIES[-options.groups :]
+            for query in queries(options)[-options.groups :]
         ]
         found = run.engine.generate(
             input_ids=[each for each in prompts for _ in range(options.group_size)],
@@ -226,6 +231,8 @@ def main() -> None:
         server_memory=0.5,
         max_staleness=0,
         rollout_dtype="auto|fp8",
+        drafts="none|history",
+        tasks=0,  # Different prompts; 0: as many as there are.
         steps=6,
         warmup=2,
         alone=3,
@@ -246,6 +253,7 @@ def main() -> None:
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             peaks = ranks.gather(peak)
             alone = measure_alone(run, batch, options)
+            drafts = ranks.first(lambda: run.engine and run.engine.stats().drafts)
         if ranks.is_first:
             found = summarize(steps, alone, options.warmup)
             found |= {"trainer_peak": max(peaks), "ranks": ranks.size}
@@ -253,6 +261,9 @@ def main() -> None:
             found["responses"] = number * found["batch/response_tokens"]
             print(f"{options.model}, {options.arrangement}, {ranks.size} ranks")
             show(found, options.warmup)
+            if drafts:
+                found["accepted_length"] = drafts.accepted_length
+                print(f"drafts: {drafts}")
             if options.json:
                 Path(options.json).write_text(json.dumps(found))
     finally:
