@@ -440,6 +440,8 @@ class _UpdateSession:
                 )
         if not safe:
             self.update.mark_inconsistent(problem)
+            # A server that is gone now may come back with it.
+            self.update.reserve(self.version)
             # Other clients of the servers do not know that they are inconsistent.
             self._stay_paused()
         kind = (

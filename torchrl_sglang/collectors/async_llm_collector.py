@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -583,26 +584,20 @@ class AsyncLLMCollector(GroupCollector):
         """
         if self._collection.alive:
             raise CollectionError("A state is loaded before the collector is started.")
-        try:
-            self._load_state(state_dict)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(
-                f"The saved state is not that of an AsyncLLMCollector "
-                f"({type(error).__name__}: {error}); give what its state_dict() "
-                f"returned."
-            ) from error
-
-    def _load_state(self, state_dict: Mapping[str, Any]) -> None:
-        order = state_dict["pool"]["prompts"]
-        self._prompts.resume(state_dict["prompts"], int(order["next"]), order["open"])
-        # States of earlier releases have none.
-        self._seeds.run = int(state_dict.get("seed", self._seeds.run))
         pool = self._collection.pool
-        pool.load_state_dict(state_dict["pool"])
-        self._batches.frames = int(state_dict["frames"])
-        self._batches.batches = int(state_dict["batches"])
+        with _state_of_a_collector():
+            order = state_dict["pool"]["prompts"]
+            position, still_open = int(order["next"]), list(order["open"])
+            prompts = dict(state_dict["prompts"])
+            frames, batches = int(state_dict["frames"]), int(state_dict["batches"])
+            # States of earlier releases have none.
+            seed = state_dict.get("seed", self._seeds.run)
+        # Reads the user's prompts, which raise what they like.
+        self._prompts.resume(prompts, position, still_open)
+        with _state_of_a_collector():
+            pool.load_state_dict(state_dict["pool"])
+        self._seeds.run = int(seed)
+        self._batches.frames, self._batches.batches = frames, batches
         self._versions.restart(pool.version)
         self._consumer_version.set(pool.version)
 
@@ -664,3 +659,15 @@ class AsyncLLMCollector(GroupCollector):
             f"{type(self).__name__}(policy_version={self.policy_version}, "
             f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
         )
+
+
+@contextmanager
+def _state_of_a_collector() -> Iterator[None]:
+    """Says of what cannot be read that it is not what a collector has saved."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigurationError(
+            f"The saved state is not that of an AsyncLLMCollector "
+            f"({type(error).__name__}: {error}); give what its state_dict() returned."
+        ) from error

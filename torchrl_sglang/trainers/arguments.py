@@ -313,7 +313,7 @@ def check_collector(collector: Any, prompts: Any, functions: Mapping[str, Any]) 
             f"collector has {name!r}, which the run itself says; give it to GRPO "
             f"(groups in all are steps times groups_per_batch)."
         )
-    if "replay_buffer" in named:
+    if dict(named).get("replay_buffer") is not None:
         raise ConfigurationError(
             "collector has 'replay_buffer', and a run trains on batches as they come; "
             "leave it out, or write a loop of your own."

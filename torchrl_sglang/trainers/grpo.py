@@ -271,10 +271,12 @@ class GRPO(Run):
         check_attention(attn_implementation)
         # Finds wrong options now.
         SGLangWeightSyncScheme(None, None, **(weight_sync or {}))
-        if resume != "auto" and not isinstance(resume, bool):
+        if isinstance(resume, str) and resume != "auto":
             raise ConfigurationError(
                 f"resume must be True, False or 'auto', got {resume!r}."
             )
+        if resume != "auto":
+            check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
         if check_flag("deterministic", deterministic):
             check_repeatable(

@@ -27,6 +27,7 @@ from torchrl_sglang.telemetry.server import MetricsEndpoint
 from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
+    TRAINED,
     Checkpoints,
     forget_later_steps,
     random_state,
@@ -287,8 +288,11 @@ class Run:
                 )
             self.step = self.ranks.share(0 if state is None else state["step"])
             self.best = self.ranks.share(None if state is None else state["best"])
-            # What does not fit is found before servers have the weights.
+            # What does not fit is found before servers have the weights; their version
+            # is that of a new collector all the same.
+            fresh = self.collector.state_dict()
             self.collector.load_state_dict(collected)
+            self.collector.load_state_dict(fresh)
         self.update_weights()
         if goes_on:
             # The servers' weights are those of the state's policy version.
@@ -478,9 +482,10 @@ class Run:
         """
         if self._saved != self.step:
             self.save()
-        folder = self.folder / "model"
-        save_model(self.model, self.policy, folder, self.ranks)
+        # A trained model without a checkpoint would be nothing to go on with.
         self._checkpoints.wait()
+        folder = self.folder / TRAINED
+        save_model(self.model, self.policy, folder, self.ranks)
         if self.ranks.is_first:
             tell(f"{self.step} steps. The model is in {folder}.{self._bound()}")
         return folder

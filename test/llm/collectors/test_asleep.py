@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers.collecting import wait_until
+from helpers.collecting import tasks, wait_until
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, CollectorTimeouts
@@ -32,8 +32,9 @@ def test_groups_wait_until_all_memory_is_back(make, update, engine):
     engine.sleep("kv_cache")
     update(collector)
     # Groups may start from now on.
+    wait_until(lambda: collector.stats()["groups_running"] == 2)
     time.sleep(0.1)
-    assert collector.stats()["groups_running"] == 0
+    assert collector.stats()["conversations_in_flight"] == 0
     with pytest.raises(WeightSyncStateError, match="asleep"):
         engine.generate(input_ids=[[5]])
     engine.wake_up()
@@ -54,3 +55,25 @@ def test_nobody_wakes_it_up(make, update, engine):
     with pytest.raises(CollectionError, match=r"waited 0\.2 s .* asleep \(kv_c"):
         next(batches)
     wait_until(lambda: not collector.is_running())
+
+
+def test_prompts_that_are_at_their_end(make, update, engine):
+    """There is nothing to wait for."""
+    collector = make(prompts=iter(tasks(2)), max_staleness=0)
+    batches = iter(collector)
+    next(batches)
+    engine.sleep()
+    update(collector)
+    assert next(batches, None) is None
+
+
+def test_each_wait_is_one_of_its_own(make, update, engine):
+    collector = make(max_staleness=0, timeouts=CollectorTimeouts(engine=1.0))
+    batches = iter(collector)
+    for _ in range(3):
+        next(batches)
+        engine.sleep("kv_cache")
+        update(collector)
+        time.sleep(0.6)
+        engine.wake_up()
+    assert len(next(batches)) == 2

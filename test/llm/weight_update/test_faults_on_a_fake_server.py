@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import requests
+from helpers.collecting import wait_until
 from helpers.fake_server import FakeServer
 from helpers.loading_server import FusedModel, LoadingServer
 
@@ -282,4 +283,30 @@ def test_a_server_that_dies_in_an_update_is_left_out_of_the_next_one(
         assert fake.weight_version == report.version
         assert [each.state for each in engine.stats().servers] == ["serving", "down"]
         assert engine.generate(input_ids=[[5]], sampling_params={"max_new_tokens": 1})
+        scheme.shutdown()
+
+
+def test_a_server_that_comes_back_with_a_failed_update(
+    tiny_model_path, hf_model, tmp_path
+):
+    """Its version is not that of the next update, which it has not had."""
+    with (
+        FakeServer(tiny_model_path) as fake,
+        FakeServer(tiny_model_path) as away,
+        AsyncSGLang.connect(urls=[fake.url, away.url]) as engine,
+    ):
+        scheme = SGLangWeightSyncScheme(
+            engine, hf_model, transport="disk", directory=tmp_path
+        )
+        sender = scheme.create_sender()
+        sender.update_weights()
+        with fake.misbehaving("hang_up", WHOLE["disk"].send):
+            with pytest.raises(WeightSyncError):
+                sender.update_weights()
+        taken = away.weight_version
+        away.die()
+        report = sender.update_weights()
+        assert report.version == fake.weight_version != taken
+        away._dead = False
+        wait_until(lambda: engine.stats().servers[1].state == "stale")
         scheme.shutdown()

@@ -158,6 +158,10 @@ class WeightUpdate:
         """The servers hold what they held when the update began."""
         self._end(self._reason_before)
 
+    def reserve(self, version: str) -> None:
+        """Keeps later updates from reusing a version that a server may have taken."""
+        self._change(lambda now: now.reserve(version))
+
     def mark_inconsistent(self, reason: str) -> None:
         """The servers may hold a mix of old and new weights: refuse to generate."""
         self._end(reason)

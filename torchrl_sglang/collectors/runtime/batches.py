@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensor_collection
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.runtime.advantages import check_advantages
@@ -83,10 +83,10 @@ class Batches:
         batch: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
         if self._postproc is not None:
             batch = self._postproc(batch)
-            if not is_tensor_collection(batch):
+            if batch is None:
                 raise UserFunctionError(
-                    f"postproc returned {batch!r}, and the batch is what it returns; "
-                    f"return a TensorDict, also where it is changed in place."
+                    "postproc returned None, and the batch is what it returns; return "
+                    "it, also where it is changed in place."
                 )
         if self._replay_buffer is not None:
             self._consumer_version.set(pool.version)

@@ -72,7 +72,7 @@ BACKOFF_SECONDS = 1.0
 """Wait before groups start after the engine failed."""
 
 ASLEEP_POLL_SECONDS = 0.01
-"""Interval at which groups that may start look whether the engine is awake."""
+"""Interval at which a group that is to start looks whether the engine is awake."""
 
 MOST_FILTERED = 10
 """Groups of so many updates in a row that ``keep_group`` rejects end a collection."""
@@ -213,8 +213,8 @@ class Collection:
         self._engine_failed: set[int] = set()
         self._not_before = 0.0
         self._asleep = asleep
-        # Since when groups wait for it, on the monotonic clock.
-        self._asleep_since: float | None = None
+        # Of all groups that wait for memory, one looks.
+        self._looks = asyncio.Lock()
         self._more_at = math.inf
         self._wanted = 0
         # When the trainer got its last batches.
@@ -565,34 +565,9 @@ class Collection:
             if self._max_in_flight is not None:
                 slots = self._max_in_flight - self.running.value
                 free = min(free, math.ceil(max(slots, 0) / self.groups.size))
-            if free and self._waits_for_memory():
-                self._more_at = time.monotonic() + ASLEEP_POLL_SECONDS
-                return []
             started = [self.pool.start() for _ in range(free)]
             self.life.started(started, self.pool.version)
             return started
-
-    def _waits_for_memory(self) -> bool:
-        """Whether the engine is asleep: new weights have come, but its cache has not.
-
-        Ends the collection where nobody wakes it up.
-        """
-        tags = self._asleep()
-        if not tags:
-            self._asleep_since = None
-            return False
-        now = time.monotonic()
-        if self._asleep_since is None:
-            self._asleep_since = now
-        if now - self._asleep_since > self._engine_seconds:
-            self.end(
-                WeightSyncStateError(
-                    f"Groups have waited {self._engine_seconds:g} s for the engine, "
-                    f"which is asleep ({', '.join(sorted(tags))}); call wake_up() "
-                    f"after the weight update."
-                )
-            )
-        return True
 
     async def _run_group(self, position: int, slots: asyncio.Semaphore) -> None:
         @asynccontextmanager
@@ -627,6 +602,7 @@ class Collection:
         )
         if task is None:
             return None
+        await self._wait_for_memory()
         began, version = time.monotonic(), self.pool.version
         with span("group", prompt=position, policy_version=version) as traced:
             group = await self.groups.run(
@@ -642,6 +618,25 @@ class Collection:
             traced.set(conversations=self.groups.size, turns=len(rows), kept=kept)
         self.group_seconds.add(time.monotonic() - began)
         return Complete(group=group, rows=rows, kept=kept)
+
+    async def _wait_for_memory(self) -> None:
+        """Waits while the engine is asleep: new weights have come, its cache has not.
+
+        Raises:
+            WeightSyncStateError: if nobody wakes it up; the collection ends with it.
+        """
+        async with self._looks:
+            deadline = time.monotonic() + self._engine_seconds
+            while tags := self._asleep():
+                if time.monotonic() > deadline:
+                    error = WeightSyncStateError(
+                        f"Groups have waited {self._engine_seconds:g} s for the engine,"
+                        f" which is asleep ({', '.join(sorted(tags))}); call wake_up() "
+                        f"after the weight update."
+                    )
+                    self.end(error)
+                    raise error
+                await asyncio.sleep(ASLEEP_POLL_SECONDS)
 
     def _finish(self, position: int, count: int) -> None:
         """Counts conversations of a group that ended; others may take their place."""
