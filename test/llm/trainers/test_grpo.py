@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 import openai
 import pytest
 import torch
-from helpers.forked_starts import trainer_python
+from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE, difference
 from helpers.tool_template import TOOL_TEMPLATE
 from helpers.torchrun import run_ranks
@@ -619,7 +620,8 @@ def test_a_run_that_is_killed(restored_engine, tiny_model_path, tmp_path, kills)
             assert process.poll() is None, (tmp_path / "log.txt").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        process.kill()
+        # The program itself, which would end a moment after who has asked for it.
+        os.kill(forked_process(process.pid), signal.SIGKILL)
         process.wait()
     rows = rollouts_of(folder)
     assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
