@@ -261,52 +261,46 @@ def test_publishing_an_adapter(lora_trainer, fault):
     assert answer.adapter_version == trainer.version != before
 
 
-def test_a_server_that_dies_in_an_update_is_left_out_of_the_next_one(
-    tiny_model_path, hf_model, tmp_path
-):
-    """Nobody starts it again, and the other one is there."""
+@pytest.fixture
+def pair(tiny_model_path, hf_model, tmp_path):
+    """Two servers that nobody starts again, their engine, and a sender."""
     with (
-        FakeServer(tiny_model_path) as fake,
-        FakeServer(tiny_model_path) as dying,
-        AsyncSGLang.connect(urls=[fake.url, dying.url]) as engine,
+        FakeServer(tiny_model_path) as one,
+        FakeServer(tiny_model_path) as other,
+        AsyncSGLang.connect(urls=[one.url, other.url]) as engine,
     ):
         scheme = SGLangWeightSyncScheme(
             engine, hf_model, transport="disk", directory=tmp_path
         )
         sender = scheme.create_sender()
         sender.update_weights()
-        with dying.misbehaving("hang_up", WHOLE["disk"].send):
-            with pytest.raises(WeightSyncError):
-                sender.update_weights()
-            dying.die()
-        report = sender.update_weights()
-        assert fake.weight_version == report.version
-        assert [each.state for each in engine.stats().servers] == ["serving", "down"]
-        assert engine.generate(input_ids=[[5]], sampling_params={"max_new_tokens": 1})
+        yield one, other, engine, sender
         scheme.shutdown()
 
 
-def test_a_server_that_comes_back_with_a_failed_update(
-    tiny_model_path, hf_model, tmp_path
-):
+def test_a_server_that_dies_in_an_update_is_left_out_of_the_next_one(pair):
+    one, dying, engine, sender = pair
+    with dying.misbehaving("hang_up", WHOLE["disk"].send):
+        with pytest.raises(WeightSyncError):
+            sender.update_weights()
+        dying.die()
+    report = sender.update_weights()
+    assert one.weight_version == report.version
+    assert [each.state for each in engine.stats().servers] == ["serving", "down"]
+    assert engine.generate(input_ids=[[5]], sampling_params={"max_new_tokens": 1})
+
+
+def test_a_server_that_comes_back_with_a_failed_update(pair):
     """Its version is not that of the next update, which it has not had."""
+    one, away, engine, sender = pair
     with (
-        FakeServer(tiny_model_path) as fake,
-        FakeServer(tiny_model_path) as away,
-        AsyncSGLang.connect(urls=[fake.url, away.url]) as engine,
+        one.misbehaving("hang_up", WHOLE["disk"].send),
+        pytest.raises(WeightSyncError),
     ):
-        scheme = SGLangWeightSyncScheme(
-            engine, hf_model, transport="disk", directory=tmp_path
-        )
-        sender = scheme.create_sender()
         sender.update_weights()
-        with fake.misbehaving("hang_up", WHOLE["disk"].send):
-            with pytest.raises(WeightSyncError):
-                sender.update_weights()
-        taken = away.weight_version
-        away.die()
-        report = sender.update_weights()
-        assert report.version == fake.weight_version != taken
-        away._dead = False
-        wait_until(lambda: engine.stats().servers[1].state == "stale")
-        scheme.shutdown()
+    taken = away.weight_version
+    away.die()
+    report = sender.update_weights()
+    assert report.version == one.weight_version != taken
+    away._dead = False
+    wait_until(lambda: engine.stats().servers[1].state == "stale")
