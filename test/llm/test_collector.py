@@ -372,7 +372,7 @@ def make_ray_collector(engine, tokenizer, **kwargs) -> RayLLMCollector:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_collector_on_ray(
-    scheme, restored_engine, hf_model, new_model, tokenizer, ray_here
+    scheme, restored_engine, hf_model, new_model, tokenizer, ray_here, caplog
 ):
     """The trainer sends, and the actor counts and has the new weights."""
     collector = make_ray_collector(restored_engine, tokenizer)
@@ -393,9 +393,9 @@ def test_a_collector_on_ray(
         assert data["next", "policy_version"].unique().tolist() == [count]
         versions = data.get(("generation_info", "weight_version"), as_list=True)
         assert {int(v) for each in versions for v in each} == {int(report.version)}
-    # One whose actor has ended is forgotten.
+    # One whose actor has ended is forgotten, and said to be so once.
     before = newest_version(restored_engine)
     ray_here.kill(collector._collector)
     for count in (1, 2):
         assert sender.update_weights().version == str(before + count)
-    assert sender._all_collectors() == []
+    assert caplog.text.count("has ended and counts no more weight updates") == 1
