@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     # Without one, Ray writes one into the user's home.
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    # Ray sets it in a process that starts a cluster, and reads it when it is imported:
+    # programs that were forked from one that had not would have another.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         cpu.engine_python()
     except ConfigurationError:
