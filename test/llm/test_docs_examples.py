@@ -12,9 +12,10 @@ import doctest
 import importlib
 import pkgutil
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import openai
 import pytest
 
 import torchrl_sglang
@@ -65,6 +66,13 @@ def find_free_names(source: str) -> set[str]:
     return {node.id for node in names} - stored
 
 
+def close_clients(names: Mapping[str, object]) -> None:
+    """Closes what ends with a user's program, and is garbage of a test."""
+    for value in names.values():
+        if isinstance(value, openai.OpenAI):
+            value.close()
+
+
 @pytest.mark.parametrize("name", PUBLIC_NAMES)
 def test_public_name_has_an_example(name: str) -> None:
     assert ">>> " in (getattr(torchrl_sglang, name).__doc__ or "")
@@ -85,7 +93,10 @@ def test_example(example: doctest.DocTest, request: pytest.FixtureRequest) -> No
     runner = doctest.DocTestRunner(
         optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     )
-    if runner.run(example, out=report.append).failed:
+    failed = runner.run(example, out=report.append, clear_globs=False).failed
+    close_clients(example.globs)
+    example.globs.clear()
+    if failed:
         pytest.fail("".join(report), pytrace=False)
 
 
@@ -94,4 +105,6 @@ def test_readme_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     readme = (ROOT / "README.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", readme, re.MULTILINE | re.DOTALL)
     assert blocks
-    exec(compile("\n".join(blocks), "README.md", "exec"), {"__name__": "readme"})
+    names = {"__name__": "readme"}
+    exec(compile("\n".join(blocks), "README.md", "exec"), names)
+    close_clients(names)
