@@ -106,7 +106,7 @@ class ConfigurationError(SGLangError, ValueError):
 
 
 class NotFiniteError(ConfigurationError):
-    """A column that is trained on is NaN or infinite."""
+    """What is trained on is NaN or infinite: a column, or a server's log-probs."""
 
 
 class TaskError(ConfigurationError):

@@ -36,6 +36,7 @@ from torchrl_sglang.objectives.correct import (
     scale_advantage,
 )
 from torchrl_sglang.objectives.formulas import masked_mean
+from torchrl_sglang.objectives.loss_arguments import check_loss_arguments
 from torchrl_sglang.objectives.packing import (
     PackedTokens,
     Packing,
@@ -127,9 +128,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         **kwargs: as for TorchRL's class.
 
     Raises:
-        ConfigurationError: if ``correction`` needs an old policy that is recomputed,
-            one of ``max_tokens`` and ``aggregation="constant"`` is given alone, or
-            ``packing`` is True and the model cannot.
+        ConfigurationError: if a value is none that its argument takes, ``correction``
+            needs an old policy that is recomputed, one of ``max_tokens`` and
+            ``aggregation="constant"`` is given alone, or ``packing`` is True and the
+            model cannot.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper
@@ -154,6 +156,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         **kwargs: Any,
     ) -> None:
         check_keywords(type(self).__name__, kwargs, TorchRLGRPOLoss)
+        check_loss_arguments(kwargs)
         super().__init__(actor_network, **kwargs)
         if (self.aggregation == "constant") is not (max_tokens is not None):
             raise ConfigurationError(

@@ -300,6 +300,16 @@ def check_sampling_params(
     return checked
 
 
+def check_values(params: Mapping[str, Any]) -> None:
+    """Checks names and values of parameters, as far as no server is needed for it."""
+    for name, given in params.items():
+        value = to_python(given)
+        row = SAMPLING_PARAMETERS[_resolve(name, value)]
+        if value is not None:
+            _check_value(name, value, row)
+    _check_top_k(params)
+
+
 def check_each(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> dict[str, Any]:
@@ -384,11 +394,7 @@ def _check_together(
             f"seed out, or sample with temperature=0."
         )
     check_speculation(params, temperature, capabilities)
-    if params.get("top_k") == 0:
-        raise ConfigurationError(
-            "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
-            "at least 1."
-        )
+    _check_top_k(params)
     if most is not None and least > most:
         raise ConfigurationError(
             f"min_new_tokens={least} is more than max_new_tokens={most}."
@@ -397,6 +403,14 @@ def _check_together(
         raise ConfigurationError(
             f"With ignore_eos=True SGLang ignores stop_token_ids="
             f"{list(params['stop_token_ids'])} as well; give only one of the two."
+        )
+
+
+def _check_top_k(params: Mapping[str, Any]) -> None:
+    if params.get("top_k") == 0:
+        raise ConfigurationError(
+            "The sampling parameter top_k=0 keeps no token; give -1 for no limit, or "
+            "at least 1."
         )
 
 

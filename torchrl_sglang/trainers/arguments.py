@@ -21,6 +21,11 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.collectors.groups.conversations import check_step
 from torchrl_sglang.collectors.groups.reward_functions import read_functions
 from torchrl_sglang.collectors.groups.tools import Tools
+from torchrl_sglang.collectors.scheduling.prompts import (
+    is_read_by_index,
+    refuse_table,
+    to_task,
+)
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
 from torchrl_sglang.policies.sampling import check_numbers, translate
@@ -30,10 +35,17 @@ from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
     changes_logits,
     check_sampling_params,
+    check_values,
     shifts_logits,
     temperature_of,
 )
-from torchrl_sglang.support.checks import check_count, check_flag, check_mapping
+from torchrl_sglang.support.checks import (
+    check_count,
+    check_flag,
+    check_mapping,
+    given_once,
+    nearest,
+)
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities, ServerPlacement
@@ -135,9 +147,12 @@ def connect_arguments(
     known = inspect.signature(AsyncSGLang.connect).parameters
     for name in engine:
         if name not in known:
+            near = nearest(str(name), known)
+            hint = "" if near is None else f" Did you mean {near!r}?"
             raise ConfigurationError(
-                f"engine has {name!r}, which is for servers that are started here, and "
-                f"the address of servers that run; leave one of them out."
+                f"engine has the address of servers that run, and {name!r}, which is "
+                f"not for those but for servers that are started here; leave one of "
+                f"them out.{hint}"
             )
     key = environment.get(KEY_VARIABLE)
     return {**({"api_key": key} if key else {}), **engine}
@@ -167,6 +182,13 @@ def check_placement(
         raise ConfigurationError(
             f"model must be a folder, a hub name or a model, got {model!r}."
         )
+    if isinstance(engine, Mapping):
+        for name in ("model", "model_name", "model_path"):
+            if name in engine:
+                raise ConfigurationError(
+                    f"engine has {name!r}, and servers serve the model that is "
+                    f"trained; leave it out."
+                )
     runs = isinstance(engine, RLSGLangEngine) or connect_arguments(engine) is not None
     if isinstance(model, nn.Module) and not runs:
         raise ConfigurationError(
@@ -196,13 +218,11 @@ def as_list(name: str, prompts: Any) -> list[Any]:
 def check_prompts(name: str, prompts: Any, query_key: str) -> None:
     """Checks the first prompt, where it can be seen."""
     _check_tasks(name, prompts)
-    if not isinstance(prompts, Sequence):
+    if not is_read_by_index(prompts):
         return
-    if not prompts:
+    if not len(prompts):
         raise ConfigurationError(f"{name} is empty; give at least one task.")
-    first = prompts[0]
-    if not isinstance(first, Mapping):
-        return
+    first = to_task(prompts[0], query_key)
     if query_key not in first:
         raise ConfigurationError(
             f"The first task of {name} has no {query_key!r}; it has "
@@ -214,6 +234,7 @@ def check_prompts(name: str, prompts: Any, query_key: str) -> None:
 
 
 def _check_tasks(name: str, prompts: Any) -> None:
+    refuse_table(name, prompts)
     if isinstance(prompts, (str, os.PathLike, Mapping)):
         raise ConfigurationError(
             f"{name} must be a list or another iterable of tasks, got {prompts!r}; "
@@ -268,10 +289,12 @@ def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ConfigurationError: if there is one that the policy does not know.
     """
-    mine = {
-        "max_new_tokens" if name == "max_tokens" else name: value
-        for name, value in check_mapping("generate_kwargs", given or {}).items()
-    }
+    mine = dict(check_mapping("generate_kwargs", given or {}))
+    if "max_tokens" in mine:
+        most = mine.pop("max_tokens")
+        mine["max_new_tokens"] = given_once(
+            "max_new_tokens", mine.get("max_new_tokens"), "max_tokens", most
+        )
     check_numbers(mine)
     if {"n", "num_return_sequences"} & mine.keys():
         raise ConfigurationError(
@@ -281,7 +304,9 @@ def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
     sampling = {**SAMPLING, **mine}
     if sampling["max_new_tokens"] is not None:
         check_count("max_new_tokens", sampling["max_new_tokens"])
-    if translate(sampling).engine.get("temperature") == 0:
+    translated = translate(sampling).engine
+    check_values(translated)
+    if translated.get("temperature") == 0:
         warnings.warn(
             "temperature=0 gives all responses of a group the same tokens, and unless "
             "their tools or environments differ the same rewards, which teaches "

@@ -9,6 +9,7 @@ from typing import Any
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.groups.filter import make_filter
 from torchrl_sglang.collectors.options import check_options
+from torchrl_sglang.collectors.scheduling.prompts import is_read_by_index
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.advantages import TrajectoryReturn
 from torchrl_sglang.recording.recorder import RunRecorder
@@ -82,7 +83,7 @@ class Collecting:
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
             keep_group=self.keep_group,
-            shuffle=hasattr(self.prompts, "__getitem__"),
+            shuffle=is_read_by_index(self.prompts),
             seed=self.seed,
             deterministic=self.deterministic,
             recorder=recorder,

@@ -34,10 +34,11 @@ def only_run_in(folder: Path) -> Iterator[None]:
     except Timeout:
         holder = "another process"
         with suppress(OSError):
-            holder = f"process {owner.read_text()}"
+            text = owner.read_text()
+            holder = "this process" if text == _own() else f"process {text}"
         raise ConfigurationError(
-            f"Another run writes to {folder}, that of {holder}; wait for its end, or "
-            f"give another output."
+            f"Another run writes to {folder}, that of {holder}; wait for its end (that "
+            f"of its with block), or give another output."
         ) from None
     except (OSError, NotImplementedError) as error:
         torchrl_logger.warning(
@@ -48,7 +49,11 @@ def only_run_in(folder: Path) -> Iterator[None]:
         return
     try:
         with suppress(OSError):
-            owner.write_text(f"{os.getpid()} on {platform.node()}")
+            owner.write_text(_own())
         yield
     finally:
         lock.release()
+
+
+def _own() -> str:
+    return f"{os.getpid()} on {platform.node()}"

@@ -37,7 +37,7 @@ from torchrl_sglang.trainers.arguments import (
     count_steps,
     read_sampling,
 )
-from torchrl_sglang.trainers.checkpoints import Resume
+from torchrl_sglang.trainers.checkpoints import Resume, real_place
 from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.methods import find_method
@@ -158,7 +158,9 @@ class GRPO(Run):
             It needs ``max_staleness=0`` and servers on GPUs. Defaults to False.
 
     Raises:
-        ConfigurationError: if an argument is wrong; nothing has been started.
+        ConfigurationError: if an argument is wrong, as far as it can be known before
+            servers run; nothing has been started. What only they know, such as whether
+            a token is in the vocabulary, :meth:`train` raises.
 
     Examples:
         >>> def right(conversation, task):
@@ -353,7 +355,9 @@ class GRPO(Run):
         records = Records(
             folder=check_folder("output", output),
             identity={
-                "model": "given" if isinstance(model, nn.Module) else os.fspath(model),
+                "model": "given"
+                if isinstance(model, nn.Module)
+                else real_place(os.fspath(model)),
                 "group_size": group_size,
                 "groups_per_batch": groups_per_batch,
                 "method": method,

@@ -69,11 +69,15 @@ def make_logger(
 
 
 def _of_torchrl(wish: _Wish) -> Logger:
+    folder, state = os.path.abspath(wish.folder / "logs"), wish.state
+    if state is not None:
+        # TorchRL would go on in the folder of the saved run, which may have moved.
+        state = {**state, "log_dir": folder}
     return get_logger(
         wish.kind,
-        logger_name=str(wish.folder / "logs"),
+        logger_name=folder,
         experiment_name=wish.name,
-        state_dict=wish.state,
+        state_dict=state,
         wandb_kwargs={"project": wish.project},
     )
 

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import check_keywords
+from torchrl_sglang.support.checks import check_count, check_keywords
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 
@@ -129,6 +129,14 @@ def check_adapter(lora: Mapping[str, Any]) -> None:
             f"pip install peft."
         ) from error
     check_keywords("lora", lora, LoraConfig)
+    # PEFT finds it when the adapter is made.
+    check_count("r of lora", lora.get("r", 8))
+    try:
+        LoraConfig(**lora)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"lora={dict(lora)!r} makes no adapter: {error}. See PEFT's LoraConfig."
+        ) from error
 
 
 def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
@@ -136,7 +144,12 @@ def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
 
     defaults = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return get_peft_model(model, LoraConfig(**{**defaults, **lora}))
+    try:
+        return get_peft_model(model, LoraConfig(**{**defaults, **lora}))
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"lora={dict(lora)!r} makes no adapter of this model: {error}"
+        ) from error
 
 
 def _drop_nothing(model: nn.Module) -> None:

@@ -6,12 +6,14 @@ import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 
+from torchrl_sglang.errors import CheckpointError
 from torchrl_sglang.objectives.advantages import (
     DONE,
     REWARD,
@@ -280,6 +282,9 @@ class Rollouts:
 
     Args:
         path: of the file; appended to.
+
+    Raises:
+        CheckpointError: from :meth:`write`, if there is no room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -287,13 +292,21 @@ class Rollouts:
 
     def write(self, step: int, batch: TensorDictBase, query_key: str) -> None:
         """Writes the rows of a batch with advantages."""
-        for found in rows_of(step, batch, query_key):
-            self._file.write(f"{json.dumps(found, ensure_ascii=False)}\n")
-        self._file.flush()
+        rows = rows_of(step, batch, query_key)
+        lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
+        try:
+            self._file.writelines(lines)
+            self._file.flush()
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._file.name} cannot be written: {error}. Make room; "
+                f"resume='auto' goes on after the newest checkpoint."
+            ) from error
 
     def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the file, of which each step was written out."""
+        with suppress(OSError):
+            self._file.close()
 
 
 def sample_of(batch: TensorDictBase, query_key: str) -> str:

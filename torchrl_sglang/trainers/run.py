@@ -278,6 +278,8 @@ class Run:
         state = self._saved_state
         goes_on = self.ranks.share(state is not None)
         collected = (state or {}).get("collector", {})
+        # Of this object's own run, which was interrupted before its first checkpoint.
+        self.step, self.best, self.metrics = 0, None, {}
         if goes_on:
             self._checkpoints.restore(self.learner)
             if wrong := self.learner.find_not_finite(of_optimizer=True):
@@ -301,6 +303,9 @@ class Run:
             random: Any = self.ranks.share(None if state is None else state["random"])
             for known in random[self.ranks.rank :][:1]:
                 set_random_state(known)
+        self.history = [each for each in self.history if each["step"] <= self.step]
+        if not goes_on:
+            self.history = []
         self._saved, self._saved_state = self.step, None
         if self.ranks.is_first:
             rollouts = self.folder / ROLLOUTS

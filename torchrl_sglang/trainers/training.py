@@ -12,6 +12,7 @@ from torch import nn
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+from torchrl_sglang.objectives.loss_arguments import check_loss_arguments
 from torchrl_sglang.objectives.packing import Packing, check_packing
 from torchrl_sglang.objectives.transform import MaskingStrategy, OffPolicyCorrection
 from torchrl_sglang.support.checks import check_keywords, check_positive
@@ -62,6 +63,8 @@ class Training:
             check_adapter(self.lora)
         if isinstance(self.loss, Mapping):
             check_keywords("loss", self.loss, self.method.loss)
+            check_loss_arguments(self.loss)
+            _check_of_run(self.loss)
         nothing = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
         make_schedule(self.schedule, nothing, self.warmup_steps, self.steps)
 
@@ -156,3 +159,18 @@ class Training:
             masking_strategy=self.masking,
             aggregation="prompt_mean" if by_prompt else "token_mean",
         )
+
+
+def _check_of_run(loss: Mapping[str, Any]) -> None:
+    """Refuses arguments of a loss that do not go with how a run trains."""
+    if loss.get("kl_to_ref_coeff"):
+        raise ConfigurationError(
+            f"loss has kl_to_ref_coeff={loss['kl_to_ref_coeff']!r}, for which nobody "
+            f"would keep the model before training; give kl_to_ref_coeff=... to GRPO."
+        )
+    for name in ("aggregation", "reduction"):
+        if loss.get(name) == "none":
+            raise ConfigurationError(
+                f"loss has {name}='none', which leaves the average to the caller; a "
+                f"run needs a mean, such as aggregation='token_mean'."
+            )

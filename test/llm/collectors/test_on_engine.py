@@ -34,6 +34,7 @@ from torchrl_sglang import (
     SGLangWrapper,
     attach_weight_sync,
 )
+from torchrl_sglang.errors import CollectionError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 BATCHES = 3
@@ -61,6 +62,27 @@ def collect(collector, models) -> list[TensorDict]:
             return batches
         collector.update_policy_weights_(model)
     raise AssertionError
+
+
+def test_weights_that_have_diverged_end_it(restored_engine, hf_model, scheme):
+    """Their logits are NaN, which no further attempt changes."""
+    with torch.no_grad():
+        for parameter in hf_model.parameters():
+            parameter.fill_(1e30)
+    policy = SGLangWrapper(restored_engine, generate_kwargs={"max_new_tokens": 4})
+    sender = scheme.create_sender()
+    sender.update_weights(hf_model)
+    with (
+        AsyncLLMCollector(
+            policy=policy,
+            prompts=tasks(100),
+            rewards=length_reward,
+            groups_per_batch=4,
+        ) as collector,
+        pytest.raises(CollectionError, match="8 groups in a row .*not numbers"),
+    ):
+        next(iter(collector))
+    assert collector.stats()["groups_failed"] == 8
 
 
 def test_without_staleness_it_is_synchronous(

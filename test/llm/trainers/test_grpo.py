@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import openai
 import pytest
 import torch
@@ -62,11 +65,21 @@ def few_tokens(conversation, task):
 class TakenColumn:
     """Tasks whose first one is not seen before the run."""
 
+    def __iter__(self):
+        return iter([{"query": "a", "advantage": 1.0}] * 4)
+
+
+class Columns:
+    """Rows by their places, with a length, as those of the datasets library."""
+
     def __len__(self):
         return 4
 
     def __getitem__(self, place):
-        return {"query": "a", "advantage": 1.0}
+        return {"text": "a"}
+
+
+Table = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
 
 
 def vowels(conversation, task):
@@ -79,6 +92,7 @@ def make(restored_engine, tiny_model_path, tmp_path):
 
     def made(**arguments):
         given = {
+            "model": tiny_model_path,
             "prompts": PROMPTS,
             "rewards": few_tokens,
             "generate_kwargs": {"max_new_tokens": 12},
@@ -89,7 +103,7 @@ def make(restored_engine, tiny_model_path, tmp_path):
             "engine": restored_engine,
             "output": tmp_path / "run",
         }
-        return GRPO(tiny_model_path, **{**given, **arguments})
+        return GRPO(**{**given, **arguments})
 
     with torch.random.fork_rng(devices=[]):
         yield made
@@ -265,6 +279,48 @@ def test_what_cannot_go_on_reaches_no_server(make, restored_engine, tmp_path):
     with pytest.raises(CheckpointError, match="is not finite, and nothing was sent"):
         make(**again).train()
     assert run_sync(served(timeout=5)) == before
+
+
+def test_a_run_whose_folder_has_moved(make, tiny_model_path, tmp_path, monkeypatch):
+    """Nothing is written where it was, and a model may be named in another way."""
+    make(steps=2).train()
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    monkeypatch.chdir(tiny_model_path)
+    make(model=".", steps=4, output=tmp_path / "moved", resume=True).train()
+    assert not (tmp_path / "run").exists()
+    assert set(scalar(tmp_path / "moved", "batch/reward")) == {1, 2, 3, 4}
+
+
+def test_a_run_that_was_interrupted_before_a_checkpoint(make, tmp_path):
+    """It begins again in the same object, and leaves what it had written out."""
+    run = make(
+        steps=3, resume="auto", checkpoint_every=9, eval_prompts=HELD_OUT, eval_every=1
+    )
+    report, interrupted = run.report, []
+
+    def report_once(metrics):
+        report(metrics)
+        if run.step == 2 and not interrupted:
+            interrupted.append(dict.fromkeys([run.step], run.best))
+            run.best = 1e9
+            raise KeyboardInterrupt
+
+    run.report = report_once
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    run.train()
+    assert interrupted
+    assert run.step == 3
+    assert run.best < 1e9
+    assert [each["step"] for each in run.history] == [0, 1, 2, 3]
+    steps = Counter(row["step"] for row in rollouts_of(tmp_path / "run"))
+    assert steps == dict.fromkeys((1, 2, 3), 16)
+
+
+def test_numbers_of_numpy(make):
+    run = make(steps=np.int64(1), seed=np.int64(3), group_size=np.int32(4))
+    run.train()
+    assert run.collector.stats()["groups_failed"] == 0
 
 
 def test_tools(make):
@@ -489,6 +545,21 @@ def test_overlong_responses_are_punished():
         ({"gateway": {"max_session": 1}}, "Did you mean 'max_sessions'"),
         ({"optimizer": "adam"}, "optimizer must be a mapping of arguments or"),
         ({"agent": greet}, "rewards cannot be given with agent"),
+        ({"generate_kwargs": {"temperature": math.nan}}, "out of range"),
+        ({"generate_kwargs": {"top_p": 2.0}}, "top_p=2.0 is out of range"),
+        ({"generate_kwargs": {"top_k": 0}}, "top_k=0 keeps no token"),
+        ({"generate_kwargs": {"stop_token_ids": "2"}}, "stop_token_ids"),
+        ({"generate_kwargs": {"max_tokens": 4, "max_new_tokens": 4}}, "once"),
+        ({"loss": {"aggregation": "tokn"}}, "aggregation='tokn' is not one of"),
+        ({"loss": {"clip_epsilon": math.nan}}, "clip_epsilon must be a"),
+        ({"loss": {"aggregation": "none"}}, "leaves the average to the caller"),
+        ({"loss": {"kl_to_ref_coeff": 0.1}}, "give kl_to_ref_coeff=... to GRPO"),
+        ({"lora": {"r": 0}}, "r of lora must be an integer of at least 1, got 0"),
+        ({"lora": {"r": "8"}}, "r of lora must be an integer"),
+        ({"engine": {"model": "x"}}, "engine has 'model', and servers serve"),
+        ({"prompts": [None]}, "A task must be a text, a mapping or a TensorDict"),
+        ({"prompts": Columns()}, "has no 'query'; it has 'text'"),
+        ({"prompts": Table([1])}, "table.to_dict('records')"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
 )

@@ -141,7 +141,9 @@ def test_servers_that_run():
     assert connect_arguments(given, {KEY_VARIABLE: "k"}) == given
     assert connect_arguments({"num_replicas": 2}, {KEY_VARIABLE: "k"}) is None
     assert connect_arguments(None, {}) is None
-    with pytest.raises(ConfigurationError, match="engine has 'num_replicas'"):
+    with pytest.raises(
+        ConfigurationError, match="servers that run, and 'num_replicas'"
+    ):
         connect_arguments({"urls": urls, "num_replicas": 2}, {})
     check_placement(torch.nn.Linear(1, 1), urls, False, 0)
 

@@ -18,6 +18,7 @@ import numpy as np
 from torchrl_sglang.backends.client.http import NOT_JSON, HttpResponse
 from torchrl_sglang.errors import (
     GenerationAbortedError,
+    NotFiniteError,
     RequestRefusedError,
     ServerUnavailableError,
     SGLangError,
@@ -298,7 +299,7 @@ class _Reader:
             return None
         try:
             return self.completion(request, sent_version)
-        except ServerUnavailableError:
+        except (ServerUnavailableError, NotFiniteError):
             # A request that was aborted in the queue has no log-probs of its prompt.
             return None
 
@@ -308,7 +309,7 @@ class _Reader:
         if reason.type == "abort":
             raise _abort_error(reason, length, self._server)
         if reason.matched == NAN_STOP:
-            raise GenerationAbortedError(
+            raise NotFiniteError(
                 f"{self._server} ended a response after {length} tokens, the last of "
                 f"which is made up: the model's logits were not numbers (NaN). Check "
                 f"the weights that were sent last."
@@ -347,7 +348,7 @@ class _Reader:
         if values and values[0] is None and key == "input_token_logprobs":
             values[0] = math.nan
         if None in values:
-            raise ServerUnavailableError(
+            raise NotFiniteError(
                 f"{self._server} left the log-probability at position "
                 f"{values.index(None)} of {key} unset, as it does where the logits are "
                 f"not numbers (NaN). Check the weights that were sent last."

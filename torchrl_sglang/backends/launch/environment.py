@@ -14,6 +14,10 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
+from typing import Any
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_mapping
 
 LAUNCHER_VARIABLES: Mapping[str, str] = {
     # Libraries take the trainer's place among its ranks for the server's, load another
@@ -73,6 +77,23 @@ def inherited_environment(
         for name, value in environment.items()
         if not any(_matches(name, value, pattern) for pattern in patterns)
     }
+
+
+def check_environment(given: Any) -> dict[str, str]:
+    """Returns the variables that a user gives a server; ``None`` are none.
+
+    Raises:
+        ConfigurationError: if they are no texts by their names.
+    """
+    if given is None:
+        return {}
+    for name, value in check_mapping("environment", given).items():
+        if not (isinstance(name, str) and isinstance(value, str)):
+            raise ConfigurationError(
+                f"environment has {name!r}: {value!r}, and variables are texts; give "
+                f"{str(name)!r}: {str(value)!r}."
+            )
+    return dict(given)
 
 
 def _matches(name: str, value: str, pattern: str) -> bool:

@@ -26,7 +26,10 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.cuda_graphs import gpu_memory, graph_arguments
-from torchrl_sglang.backends.launch.environment import inherited_environment
+from torchrl_sglang.backends.launch.environment import (
+    check_environment,
+    inherited_environment,
+)
 from torchrl_sglang.backends.launch.gpus import (
     assign_devices,
     check_sizes,
@@ -131,7 +134,7 @@ def make_server_command(
     if is_loopback(host) and int(arguments.get("nnodes") or 1) == 1:
         # Otherwise gloo listens on the address that the machine's name resolves to.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    variables |= SERVER_ENVIRONMENT | own | dict(environment or {})
+    variables |= SERVER_ENVIRONMENT | own | check_environment(environment)
     flags = find_flags(program[0], variables)
     path = search_path(arguments, variables.get("PYTHONPATH", ""))
     path = plugin_path(arguments, path)

@@ -58,6 +58,9 @@ def make_filter(
         how: TrajectoryReturn = "mean" if of_agents else "sum"
         returns, _ = conversation_returns(LazyStackedTensorDict(*rows), how)
         with naming(_ROLE):
-            return bool(function(returns.tolist()))
+            kept = function(returns.tolist())
+            if kept is None:
+                raise TypeError("it returned None; return True or False")
+            return bool(kept)
 
     return keeps

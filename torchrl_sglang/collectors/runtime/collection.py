@@ -696,6 +696,7 @@ class Collection:
             self.errors.append(message)
             failures = self._failures.setdefault(position, _Failures(now))
             engines = _is_engines(error)
+            first = engines and not self._engine_failed
             if engines:
                 failures.engines += 1
                 self._engine_failed.add(position)
@@ -712,23 +713,35 @@ class Collection:
             if retry:
                 self.pool.give_up(position, retry=True)
                 self.retried += 1
-                return
-            self.pool.give_up(position, retry=False)
-            del self._failures[position]
-            self.failed += 1
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row == MOST_FAILURES:
-                self.end(
-                    error,
-                    f"{MOST_FAILURES} groups in a row were given up; the last one, of "
-                    f"prompt {position}, for: ",
-                )
-        torchrl_logger.warning(
-            f"The group of prompt {position} was given up after "
-            f"{failures.own + failures.engines} attempts: {_text(error)}",
-            # Where in the user's function it was raised.
-            exc_info=_origin(error) if isinstance(error, UserFunctionError) else None,
-        )
+            else:
+                self._give_up(position, error)
+        if not retry:
+            is_users = isinstance(error, UserFunctionError)
+            torchrl_logger.warning(
+                f"The group of prompt {position} was given up after "
+                f"{failures.own + failures.engines} attempts: {_text(error)}",
+                # Where in the user's function it was raised.
+                exc_info=_origin(error) if is_users else None,
+            )
+        elif first:
+            # Once until a group is complete again: all that run fail together.
+            torchrl_logger.warning(
+                f"The engine failed, and its groups are tried again for "
+                f"{self._engine_seconds:g} s: {_text(error)}"
+            )
+
+    def _give_up(self, position: int, error: BaseException) -> None:
+        """Gives a group up, and ends the collection if none succeeds any more."""
+        self.pool.give_up(position, retry=False)
+        del self._failures[position]
+        self.failed += 1
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == MOST_FAILURES:
+            self.end(
+                error,
+                f"{MOST_FAILURES} groups in a row were given up; the last one, of "
+                f"prompt {position}, for: ",
+            )
 
     def _may_retry(self, failures: _Failures, now: float) -> bool:
         if failures.own > self._max_retries:

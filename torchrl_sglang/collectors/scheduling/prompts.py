@@ -45,6 +45,21 @@ class PromptStream(Protocol):
         """
 
 
+def is_read_by_index(given: Any) -> bool:
+    """Returns whether tasks can be read, and shuffled, by their places."""
+    by_index = hasattr(given, "__getitem__") and hasattr(given, "__len__")
+    return by_index and not isinstance(given, DataLoader)
+
+
+def refuse_table(name: str, given: Any) -> None:
+    """Refuses pandas' tables, which are read by column."""
+    if type(given).__module__.partition(".")[0] == "pandas":
+        raise ConfigurationError(
+            f"{name} is a {type(given).__name__} of pandas; give its rows, "
+            f"table.to_dict('records')."
+        )
+
+
 def make_prompts(
     given: Any, *, query_key: str, shuffle: bool, seed: int
 ) -> PromptStream:
@@ -58,8 +73,8 @@ def make_prompts(
             f"prompts must be a dataset, a data loader or an iterable of tasks, got "
             f"one {type(given).__name__}; give a list of them."
         )
-    by_index = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    if by_index and not isinstance(given, DataLoader):
+    refuse_table("prompts", given)
+    if is_read_by_index(given):
         if not len(given):
             raise ConfigurationError("prompts is empty; give at least one task.")
         return _DatasetPrompts(given, query_key, shuffle=shuffle, seed=seed)
@@ -71,7 +86,8 @@ def make_prompts(
     if shuffle:
         raise ConfigurationError(
             f"shuffle=True needs prompts that are read by index, and a "
-            f"{type(given).__name__} is read in its own order; shuffle there."
+            f"{type(given).__name__} is read in its own order; shuffle there, and "
+            f"leave shuffle out."
         )
     return _IteratedPrompts(given, query_key)
 
@@ -85,17 +101,18 @@ class _DatasetPrompts:
         self._dataset = dataset
         self._query_key = query_key
         self._shuffle = shuffle
-        self._seed = seed
+        # PyTorch takes no number of NumPy's.
+        self._seed = int(seed)
         self._orders: dict[int, list[int]] = {}
 
     def fetch(self, position: int) -> Task | None:
         epoch, place = divmod(position, len(self._dataset))
         if self._shuffle:
             place = self._order(epoch)[place]
-        return _to_task(self._dataset[place], self._query_key)
+        return to_task(self._dataset[place], self._query_key)
 
     def set_seed(self, seed: int) -> None:
-        self._seed = seed
+        self._seed = int(seed)
 
     def done(self, position: int) -> None:
         """Does nothing: the dataset keeps its tasks."""
@@ -207,7 +224,7 @@ class _IteratedPrompts:
             for element in self._iterable:
                 for task in _unbind(element, self._iterable):
                     found = True
-                    yield _to_task(task, self._query_key)
+                    yield to_task(task, self._query_key)
             if not found or isinstance(self._iterable, Iterator):
                 return
 
@@ -232,7 +249,12 @@ def _column(value: Any) -> Sequence[Any]:
     return value.unbind(0) if isinstance(value, torch.Tensor) else value
 
 
-def _to_task(element: Any, query_key: str) -> Task:
+def to_task(element: Any, query_key: str) -> Task:
+    """Returns an element of a dataset as a task.
+
+    Raises:
+        ConfigurationError: if it is none.
+    """
     if isinstance(element, str):
         return {query_key: element}
     if isinstance(element, TensorDictBase):

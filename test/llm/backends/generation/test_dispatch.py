@@ -11,6 +11,7 @@ from helpers.fake_server import FakeServer
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.errors import (
     GenerationAbortedError,
+    NotFiniteError,
     RequestRefusedError,
     ServerTimeoutError,
     ServerUnavailableError,
@@ -40,7 +41,7 @@ def generate(engine, **options):
         ("short_log_probs", ServerUnavailableError, "4 tokens and sent 3"),
         ("short_top_log_probs", ServerUnavailableError, "top-2 tokens at 4 positions"),
         ("no_log_probs", ServerUnavailableError, "4 tokens and sent none"),
-        ("null_log_probs", ServerUnavailableError, "position 3 of .* unset"),
+        ("null_log_probs", NotFiniteError, "position 3 of .* unset"),
         ("other_tokens", ServerUnavailableError, "other tokens"),
         ("abort", GenerationAbortedError, "after 1 tokens"),
         ("abort_400", RequestRefusedError, "HTTP 400.*cannot be served"),

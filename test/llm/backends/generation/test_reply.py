@@ -16,6 +16,7 @@ from torchrl_sglang.backends.generation.reply import decode_reply, parse_complet
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
+    NotFiniteError,
     RequestRefusedError,
     ServerUnavailableError,
     UnsupportedByServerError,
@@ -400,14 +401,6 @@ def test_last_vocabulary_id_is_written_as_zero():
         (changed("meta_info", "input_token_logprobs", ...), "3 tokens and sent none"),
         (changed("meta_info", "input_token_logprobs", []), "3 tokens and sent 0"),
         (
-            changed("meta_info", "output_token_logprobs", 0, [None, 7, None]),
-            "position 0 of output_token_logprobs unset",
-        ),
-        (
-            changed("meta_info", "input_token_logprobs", 2, [None, 99, None]),
-            "position 2 of input_token_logprobs unset",
-        ),
-        (
             changed("meta_info", "output_token_logprobs", 1, [-5.1, 15, None]),
             "output_token_logprobs of other tokens",
         ),
@@ -426,6 +419,15 @@ def test_malformed_replies(reply, words):
     assert "http://one:1" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "token"),
+    [("output_token_logprobs", 0, 7), ("input_token_logprobs", 2, 99)],
+)
+def test_log_probs_of_a_model_whose_logits_are_nan(name, place, token):
+    with pytest.raises(NotFiniteError, match=f"position {place} of {name} unset"):
+        parse(changed("meta_info", name, place, [None, token, None]))
+
+
 @pytest.mark.parametrize("body", [b"[" * 10_000, b'{"x": ' + b"[" * 10_000, b"\xff"])
 def test_replies_that_are_not_json(body):
     with pytest.raises(ServerUnavailableError, match="http://one:1 .*not JSON"):
@@ -437,7 +439,7 @@ def test_replies_that_are_not_json(body):
     [
         (
             {"type": "stop", "matched": "NaN happened"},
-            GenerationAbortedError,
+            NotFiniteError,
             "not numbers .*weights",
         ),
         ({"type": "abort"}, GenerationAbortedError, "after 2 tokens"),

@@ -7,6 +7,7 @@ import pytest
 from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.router import make_sglang_router
 from torchrl_sglang.backends.launch.server_command import make_server_command
+from torchrl_sglang.errors import ConfigurationError
 
 TORCHRUN = {
     "RANK": "0",
@@ -179,6 +180,12 @@ def test_a_plan_has_none_of_it_but_what_the_user_names(
     assert alone["HF_HOME"] == "/hf"
     assert TORCHRUN.keys() & asked.keys() == {"MASTER_ADDR", "OMP_NUM_THREADS"}
     assert named.items() <= asked.items()
+
+
+@pytest.mark.parametrize("given", [["A=1"], {"A": 1}, {1: "a"}])
+def test_variables_that_are_none(tiny_model_path, given):
+    with pytest.raises(ConfigurationError, match="environment"):
+        make_server_command(tiny_model_path, device="cpu", environment=given)
 
 
 def test_groups_of_a_server_for_this_machine_listen_on_loopback(

@@ -1,0 +1,80 @@
+"""Checks the values of a loss's arguments, which TorchRL's class takes as they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import (
+    check_choice,
+    check_flag,
+    check_positive,
+    to_python,
+)
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "aggregation": ("token_mean", "prompt_mean", "constant", "none"),
+    "masking_strategy": ("sft", "rlhf", "generic"),
+    # TorchRL has "sum", too, and computes the mean.
+    "reduction": ("mean", "none"),
+    "ref_log_prob_padding_side": ("left", "right"),
+}
+"""Argument -> the words that it takes."""
+
+NUMBERS = ("entropy_coeff", "kl_to_ref_coeff", "kl_to_inference_coeff")
+"""Coefficients, of any sign."""
+
+NONE_IS_LEFT_OUT = {
+    "aggregation",
+    "reduction",
+    "kl_mask_threshold",
+    "kl_to_ref_coeff",
+    "kl_to_inference_coeff",
+}
+
+
+def check_loss_arguments(given: Mapping[str, Any]) -> None:
+    """Checks arguments of a :class:`.CorrectedGRPOLoss`, some of them or all.
+
+    Raises:
+        ConfigurationError: if a value is none that its argument takes.
+
+    Examples:
+        >>> check_loss_arguments({"clip_epsilon": (0.2, 0.28), "entropy_coeff": 0.01})
+        >>> try:
+        ...     check_loss_arguments({"masking_strategy": "stf"})
+        ... except ConfigurationError as error:
+        ...     print(error)
+        masking_strategy='stf' is not one of 'sft', 'rlhf', 'generic'.
+    """
+    for name, value in given.items():
+        if value is None and name in NONE_IS_LEFT_OUT:
+            continue
+        if name in CHOICES:
+            check_choice(name, value, CHOICES[name])
+        elif name == "clip_epsilon":
+            for bound in value if isinstance(value, (tuple, list)) else (value,):
+                check_positive(name, _number(bound), zero=True)
+        elif name == "kl_mask_threshold":
+            check_positive(name, _number(value), zero=True)
+        elif name in NUMBERS:
+            _check_finite_number(name, value)
+        elif name == "entropy_bonus":
+            check_flag(name, value)
+
+
+def _number(value: Any) -> Any:
+    """Returns a number of NumPy's or PyTorch's as Python's; anything else unchanged."""
+    is_tensor = isinstance(value, Tensor) and value.numel() == 1
+    return value.item() if is_tensor else to_python(value)
+
+
+def _check_finite_number(name: str, value: Any) -> None:
+    number = _number(value)
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number):
+        raise ConfigurationError(f"{name} must be a finite number, got {value!r}.")
