@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+from transformers.utils.chat_template_utils import render_jinja_template
+
 from torchrl_sglang.errors import ConfigurationError
 
 
@@ -51,13 +54,20 @@ def check_template(template: Any) -> str:
 
     Raises:
         ConfigurationError: for a file's name, such as ``"chat_template.jinja"``, which
-            would be every prompt otherwise.
+            would be every prompt otherwise, and for a mistake in its syntax.
     """
     if not isinstance(template, str) or "{" not in template:
         raise ConfigurationError(
             f"chat_template={template!r} is no template, which has {{{{ ... }}}} or "
             f"{{% ... %}} in it; give the text of a file, Path(...).read_text()."
         )
+    try:
+        # It is compiled, for no conversation.
+        render_jinja_template(conversations=[], chat_template=template)
+    except TemplateSyntaxError as error:
+        raise ConfigurationError(
+            f"chat_template has a mistake in line {error.lineno}: {error.message}"
+        ) from error
     return template
 
 
