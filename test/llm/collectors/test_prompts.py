@@ -8,9 +8,9 @@ import json
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchrl_sglang.collectors.scheduling.prompts import make_prompts
+from torchrl_sglang.collectors.scheduling.prompts import is_read_by_index, make_prompts
 from torchrl_sglang.errors import ConfigurationError
 
 TASKS = [{"query": f"q{number}", "answer": number} for number in range(5)]
@@ -167,3 +167,18 @@ def test_only_a_dataset_is_shuffled():
         make(itertools.count(), shuffle=True)
     with pytest.raises(ConfigurationError, match="A task must be"):
         make(itertools.count()).fetch(0)
+
+
+class Streamed(IterableDataset):
+    """As those of the datasets library: PyTorch gives it a ``__getitem__``."""
+
+    def __iter__(self):
+        return iter([{"query": "a"}])
+
+
+def test_what_is_read_by_index():
+    rows = [{"query": "a"}]
+    assert is_read_by_index(rows)
+    assert hasattr(Streamed(), "__getitem__")
+    others = (Streamed(), iter(rows), DataLoader(rows, batch_size=1))
+    assert not any(map(is_read_by_index, others))
