@@ -66,7 +66,8 @@ def check_template(template: Any) -> str:
         render_jinja_template(conversations=[], chat_template=template)
     except TemplateSyntaxError as error:
         raise ConfigurationError(
-            f"chat_template has a mistake in line {error.lineno}: {error.message}"
+            f"chat_template is not one of Jinja's: {error.message} (line "
+            f"{error.lineno})."
         ) from error
     return template
 

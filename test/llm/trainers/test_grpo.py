@@ -557,7 +557,7 @@ def test_overlong_responses_are_punished():
         ({"lora": {"r": 0}}, "r of lora must be an integer of at least 1, got 0"),
         ({"lora": {"r": "8"}}, "r of lora must be an integer"),
         ({"engine": {"model": "x"}}, "engine has 'model', and servers serve"),
-        ({"chat_template": "{% for m in messages %}"}, "a mistake in line 1"),
+        ({"chat_template": "{% for m in messages %}"}, "one of Jinja's: Unexpected end"),
         ({"prompts": [None]}, "A task must be a text, a mapping or a TensorDict"),
         ({"prompts": Columns()}, "has no 'query'; it has 'text'"),
         ({"prompts": Table([1])}, "table.to_dict('records')"),
