@@ -64,10 +64,10 @@ def check_template(template: Any) -> str:
     try:
         # It is compiled, for no conversation.
         render_jinja_template(conversations=[], chat_template=template)
-    except TemplateSyntaxError as error:
+    # Python's own is that of a tag in the wrong place, such as a {% break %}.
+    except (TemplateSyntaxError, SyntaxError) as error:
         raise ConfigurationError(
-            f"chat_template is not one of Jinja's: {error.message} (line "
-            f"{error.lineno})."
+            f"chat_template is not one of Jinja's: {error} (line {error.lineno})."
         ) from error
     return template
 

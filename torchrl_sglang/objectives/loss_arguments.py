@@ -57,14 +57,31 @@ def check_loss_arguments(given: Mapping[str, Any]) -> None:
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])
         elif name == "clip_epsilon":
-            for bound in value if isinstance(value, (tuple, list)) else (value,):
-                check_positive(name, _number(bound), zero=True)
+            _check_clip_epsilon(value)
         elif name == "kl_mask_threshold":
             check_positive(name, _number(value), zero=True)
         elif name in NUMBERS:
             _check_finite_number(name, value)
         elif name == "entropy_bonus":
             check_flag(name, value)
+
+
+def _check_clip_epsilon(value: Any) -> None:
+    low, high = value, value
+    if isinstance(value, (tuple, list)):
+        if len(value) != 2:
+            raise ConfigurationError(
+                f"clip_epsilon must be a number or a pair of them, got {value!r}."
+            )
+        low, high = value
+    if check_positive("clip_epsilon", _number(low), zero=True) >= 1:
+        raise ConfigurationError(
+            f"clip_epsilon={value!r} leaves no ratio above 0 below; its first number "
+            f"must be less than 1."
+        )
+    # An upper bound may be none.
+    if _number(high) != math.inf:
+        check_positive("clip_epsilon", _number(high), zero=True)
 
 
 def _number(value: Any) -> Any:

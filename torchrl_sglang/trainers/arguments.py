@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.launch.environment import check_environment
 from torchrl_sglang.collectors.groups.conversations import check_step
 from torchrl_sglang.collectors.groups.reward_functions import read_functions
 from torchrl_sglang.collectors.groups.tools import Tools
@@ -183,6 +184,7 @@ def check_placement(
             f"model must be a folder, a hub name or a model, got {model!r}."
         )
     if isinstance(engine, Mapping):
+        check_environment(engine.get("environment"))
         for name in ("model", "model_name", "model_path"):
             if name in engine:
                 raise ConfigurationError(
@@ -222,7 +224,13 @@ def check_prompts(name: str, prompts: Any, query_key: str) -> None:
         return
     if not len(prompts):
         raise ConfigurationError(f"{name} is empty; give at least one task.")
-    first = to_task(prompts[0], query_key)
+    try:
+        element = prompts[0]
+    except Exception as error:
+        raise ConfigurationError(
+            f"The first task of {name} cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    first = to_task(element, query_key)
     if query_key not in first:
         raise ConfigurationError(
             f"The first task of {name} has no {query_key!r}; it has "
@@ -290,6 +298,9 @@ def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
         ConfigurationError: if there is one that the policy does not know.
     """
     mine = dict(check_mapping("generate_kwargs", given or {}))
+    for name in mine:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"generate_kwargs has the name {name!r}, no text.")
     if "max_tokens" in mine:
         most = mine.pop("max_tokens")
         mine["max_new_tokens"] = given_once(

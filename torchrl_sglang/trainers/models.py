@@ -239,15 +239,9 @@ class _Receiver:
         return new
 
 
-def load_tokenizer(model: str | os.PathLike[str], policy: Any) -> Any:
-    """Returns the policy's tokenizer, and where there is no policy the model's.
-
-    It can pad.
-    """
-    if policy is not None:
-        tokenizer = policy.tokenizer
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(os.fspath(model))
+def share_tokenizer(policy: Any, ranks: TrainerRanks) -> Any:
+    """Returns the first rank's policy's tokenizer, on all of them. It can pad."""
+    tokenizer: Any = ranks.share(None if policy is None else policy.tokenizer)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +35,6 @@ class TrainerRanks:
     control: dist.ProcessGroup | None = None
     """Group of the ranks for what they tell each other: Gloo's, with a long timeout,
     as a server may start for minutes."""
-    began: bool = False
-    """Whether the process group was initialised here, so that it is ended here."""
 
     @property
     def is_first(self) -> bool:
@@ -113,9 +112,13 @@ class TrainerRanks:
         return result
 
     def end(self) -> None:
-        """Ends the process group, if it was initialised here."""
-        if self.began and dist.is_initialized():
-            dist.destroy_process_group()
+        """Ends what the ranks tell each other; a rank that waits for others fails.
+
+        PyTorch's process group stays for the process's next run: one that is
+        initialised a second time in the same processes hangs.
+        """
+        if self.control is not None and dist.is_initialized():
+            dist.destroy_process_group(self.control)
 
 
 def _plain(value: Any) -> Any:
@@ -125,16 +128,15 @@ def _plain(value: Any) -> Any:
 
 def find_trainer_ranks() -> TrainerRanks:
     """Joins the ranks that torchrun has started; alone without it."""
-    began = False
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if torch.cuda.is_available():
             torch.cuda.set_device(local)
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(both)
-        began = True
+        atexit.register(_end_process_group)
     if not dist.is_initialized() or dist.get_world_size() == 1:
-        return TrainerRanks(began=began)
+        return TrainerRanks()
     return TrainerRanks(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
@@ -143,5 +145,9 @@ def find_trainer_ranks() -> TrainerRanks:
         control=dist.new_group(
             timeout=timedelta(seconds=CONTROL_TIMEOUT_SECONDS), backend="gloo"
         ),
-        began=began,
     )
+
+
+def _end_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -38,7 +38,7 @@ from torchrl_sglang.trainers.deterministic import deterministic_algorithms
 from torchrl_sglang.trainers.folder_lock import only_run_in
 from torchrl_sglang.trainers.learner import Learner
 from torchrl_sglang.trainers.loggers import LoggerCalls, end_logger
-from torchrl_sglang.trainers.models import load_tokenizer, save_model
+from torchrl_sglang.trainers.models import save_model, share_tokenizer
 from torchrl_sglang.trainers.progress import StepProgress, find_mode, tell
 from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
@@ -187,7 +187,7 @@ class Run:
         self._served = served if self.ranks.is_first else Served()
         self.engine, self.policy = self._served.engine, self._served.policy
         self.gateway = self._served.gateway
-        tokenizer = load_tokenizer(self._training.model, self.policy)
+        tokenizer = share_tokenizer(self.policy, self.ranks)
         # Ranks share the model by a communicator of their own.
         prepare_nccl(ServerArgs(**self.ranks.first(self._settings_for_nccl)))
         self.model = self._training.load(self.ranks)
@@ -279,7 +279,7 @@ class Run:
         goes_on = self.ranks.share(state is not None)
         collected = (state or {}).get("collector", {})
         # Of this object's own run, which was interrupted before its first checkpoint.
-        self.step, self.best, self.metrics = 0, None, {}
+        self.step, self.best, self.metrics, self._described = 0, None, {}, {}
         if goes_on:
             self._checkpoints.restore(self.learner)
             if wrong := self.learner.find_not_finite(of_optimizer=True):
@@ -309,7 +309,8 @@ class Run:
         self._saved, self._saved_state = self.step, None
         if self.ranks.is_first:
             rollouts = self.folder / ROLLOUTS
-            forget_later_steps(self.folder, self.step)
+            # A run that begins reports step 0 itself.
+            forget_later_steps(self.folder, self.step if goes_on else -1)
             self._rollouts = Rollouts(rollouts)
             assert self._stack is not None
             self._stack.callback(self._rollouts.close)

@@ -325,6 +325,13 @@ def test_a_large_request_is_refused(session):
     assert answer.json()["error"]["type"] == "request_too_large"
 
 
+def test_weights_that_have_diverged_are_not_the_clients_mistake(fake, session):
+    with fake.misbehaving("null_log_probs"):
+        answer = post(session)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "api_error")
+    assert "not numbers" in answer.text
+
+
 # Clients that hang up, and ask again.
 
 

@@ -22,7 +22,9 @@ LOSSES = [CorrectedGRPOLoss, CorrectedCISPOLoss, CorrectedGSPOLoss]
         ("reduction", "sum"),
         ("ref_log_prob_padding_side", "top"),
         ("clip_epsilon", float("nan")),
-        ("clip_epsilon", (0.2, float("inf"))),
+        ("clip_epsilon", (0.2, float("nan"))),
+        ("clip_epsilon", 1.5),
+        ("clip_epsilon", (0.1, 0.2, 0.3)),
         ("clip_epsilon", "0.2"),
         ("kl_mask_threshold", -1.0),
         ("entropy_coeff", float("nan")),
@@ -42,6 +44,7 @@ def test_a_value_that_an_argument_does_not_take(loss, name, value):
     ("name", "value"),
     [
         ("clip_epsilon", [0.2, 0.28]),
+        ("clip_epsilon", (0.2, float("inf"))),
         ("clip_epsilon", np.float32(0.2)),
         ("kl_mask_threshold", None),
         ("entropy_coeff", torch.tensor(0.01)),

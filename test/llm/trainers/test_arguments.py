@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 
 import pytest
 
@@ -56,6 +57,12 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
         ({"gateway": {"port": 1}}, "give an agent, too"),
         ({"tools": brief}, "tools takes a list of functions"),
         ({"tools": ["search"]}, "must be a function"),
+        ({"tools": [brief, brief]}, "has the name of another one"),
+        ({"tools": [partial(brief)]}, "has no name of its own"),
+        ({"tools": {5: brief}}, "tools has the name 5, which must be a text"),
+        ({"tools": {"a": (brief, "x")}}, r"a function, or a pair of it and its JSON"),
+        ({"tools": {"a": (brief, {}, 1)}}, r"a function, or a pair of it and its JSON"),
+        ({"tools": {"a": (brief, {"function": None})}}, "whose 'function' is no"),
         ({"max_turns": 0}, "max_turns must be"),
         ({"keep_group": "has_variance"}, "keep_group='has_variance'"),
         ({"on_stale": "retri"}, "'retry'"),

@@ -313,6 +313,10 @@ def test_a_run_that_was_interrupted_before_a_checkpoint(make, tmp_path):
     assert run.step == 3
     assert run.best < 1e9
     assert [each["step"] for each in run.history] == [0, 1, 2, 3]
+    assert "batch/reward" not in run.history[0]
+    (path,) = (tmp_path / "run" / "logs").rglob("scalars/eval/reward.csv")
+    lines = path.read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["0", "1", "2", "3"]
     steps = Counter(row["step"] for row in rollouts_of(tmp_path / "run"))
     assert steps == dict.fromkeys((1, 2, 3), 16)
 
@@ -557,7 +561,10 @@ def test_overlong_responses_are_punished():
         ({"lora": {"r": 0}}, "r of lora must be an integer of at least 1, got 0"),
         ({"lora": {"r": "8"}}, "r of lora must be an integer"),
         ({"engine": {"model": "x"}}, "engine has 'model', and servers serve"),
-        ({"chat_template": "{% for m in messages %}"}, "one of Jinja's: Unexpected end"),
+        (
+            {"chat_template": "{% for m in messages %}"},
+            "one of Jinja's: Unex",
+        ),
         ({"prompts": [None]}, "A task must be a text, a mapping or a TensorDict"),
         ({"prompts": Columns()}, "has no 'query'; it has 'text'"),
         ({"prompts": Table([1])}, "table.to_dict('records')"),
@@ -673,6 +680,17 @@ def test_ranks_of_torchrun_and_another_number_afterwards(
     assert Counter(row["prompt"] for row in rows) == {
         each["query"]: 4 for each in PROMPTS
     }
+
+
+@pytest.mark.slow
+def test_runs_of_the_same_ranks(restored_engine, tiny_model_path, tmp_path):
+    """The second one is of a model that the ranks share out."""
+    program = PROGRAM.with_name("two_runs_program.py")
+    run_ranks(program, tiny_model_path, restored_engine.server_url, tmp_path)
+    for name in ("of_a_path", "given"):
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
+        assert set(scalar(tmp_path / name, "batch/reward")) == {1, 2}
+    assert difference(restored_engine, trained) < TOLERANCE
 
 
 @pytest.mark.parametrize("kills", [[3], pytest.param([1, 5], marks=pytest.mark.slow)])

@@ -23,9 +23,9 @@ from torchrl_sglang.telemetry.tracing import span
 
 ToolFunctions: TypeAlias = (
     Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]
-    | Sequence[Callable[..., Any]]
+    | Sequence[Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]
 )
-"""Functions, or a mapping of names to functions or to pairs of function and schema."""
+"""Functions, or pairs of function and schema, or a mapping of names to them."""
 
 CONVERSATION = "conversation"
 """Parameter of a tool that is not the policy's: it gets the conversation."""
@@ -57,15 +57,16 @@ class Tools:
     """Functions that the policy can call by name.
 
     Args:
-        functions: name -> function, or functions, called by their own name. Instead of
-            a function also a pair of it and its JSON schema.
+        functions: name -> function, or functions, called by their own names. Instead
+            of a function also a pair of it and its JSON schema.
         parser: finds the calls in a response, as for TorchRL's ``ExecuteToolsInOrder``.
 
     Attributes:
         schemas (list of dict): what a chat template tells the policy of them.
 
     Raises:
-        ConfigurationError: if something is not a function, or has no schema.
+        ConfigurationError: if something is not a function, or has no schema, no name
+            or that of another one.
     """
 
     def __init__(
@@ -80,16 +81,20 @@ class Tools:
                 f"got {functions!r}."
             )
         if not isinstance(functions, Mapping):
-            functions = {
-                getattr(each, "__name__", repr(each)): each for each in functions
-            }
+            functions = _by_their_names(functions)
         self._functions: dict[str, Callable[..., Any]] = {}
         self.schemas: list[dict[str, Any]] = []
         for name, given in functions.items():
-            function, schema = given if isinstance(given, tuple) else (given, None)
-            if not callable(function):
+            is_pair = isinstance(given, tuple) and len(given) == 2
+            function, schema = given if is_pair else (given, None)
+            if not isinstance(name, str) or not name:
                 raise ConfigurationError(
-                    f"tools[{name!r}] must be a function, got {function!r}."
+                    f"tools has the name {name!r}, which must be a text, and not empty."
+                )
+            if not callable(function) or not isinstance(schema, Mapping | None):
+                raise ConfigurationError(
+                    f"tools[{name!r}] must be a function, or a pair of it and its JSON "
+                    f"schema, got {given!r}."
                 )
             self._functions[name] = function
             self.schemas.append(_schema(name, function, schema))
@@ -164,6 +169,24 @@ def _takes_conversation(function: Callable[..., Any]) -> bool:
         return False
 
 
+def _by_their_names(given: Iterable[Any]) -> dict[str, Any]:
+    """Returns functions, or pairs of them and schemas, by the functions' names."""
+    found: dict[str, Any] = {}
+    for each in given:
+        function = each[0] if isinstance(each, tuple) and each else each
+        if not callable(function):
+            raise ConfigurationError(f"A tool must be a function, got {function!r}.")
+        name = getattr(function, "__name__", None)
+        if name is None or name in found:
+            why = "no name of its own" if name is None else "the name of another one"
+            raise ConfigurationError(
+                f"tools has {function!r}, which has {why}; give a mapping of names to "
+                f"functions."
+            )
+        found[name] = each
+    return found
+
+
 def _schema(
     name: str, function: Callable[..., Any], given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
@@ -175,8 +198,13 @@ def _schema(
 
     if given is not None:
         # With or without {"type": "function", "function": ...} around it.
-        inner = {**given.get("function", given), "name": name}
-        return {"type": "function", "function": inner}
+        inner = given.get("function", given)
+        if not isinstance(inner, Mapping):
+            raise ConfigurationError(
+                f"tools[{name!r}] has the schema {given!r}, whose 'function' is no "
+                f"mapping."
+            )
+        return {"type": "function", "function": {**inner, "name": name}}
     try:
         made: dict[str, Any] = get_json_schema(_policys_part(function))
     except Exception as error:

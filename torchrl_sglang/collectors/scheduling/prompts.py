@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from tensordict import TensorDictBase, is_tensor_collection
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from torchrl_sglang.errors import ConfigurationError
 
@@ -48,7 +48,8 @@ class PromptStream(Protocol):
 def is_read_by_index(given: Any) -> bool:
     """Returns whether tasks can be read, and shuffled, by their places."""
     by_index = hasattr(given, "__getitem__") and hasattr(given, "__len__")
-    return by_index and not isinstance(given, DataLoader)
+    # PyTorch gives the second kind a __getitem__ that only raises.
+    return by_index and not isinstance(given, (DataLoader, IterableDataset))
 
 
 def refuse_table(name: str, given: Any) -> None:

@@ -12,6 +12,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.errors import (
     ConfigurationError,
     GatewayError,
+    NotFiniteError,
     RequestRefusedError,
     ServerTimeoutError,
     SGLangError,
@@ -60,6 +61,9 @@ def json_response(content: Any, **options: Any) -> web.Response:
 def _status(error: SGLangError) -> int:
     if isinstance(error, GatewayError):
         return error.status
+    if isinstance(error, NotFiniteError):
+        # Of the weights, whatever was asked.
+        return 503
     if isinstance(
         error, (ConfigurationError, UnsupportedByServerError, RequestRefusedError)
     ):

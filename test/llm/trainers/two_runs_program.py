@@ -1,0 +1,38 @@
+"""Two runs in one process: ``two_runs_program.py MODEL URL FOLDER``.
+
+The second one trains the model that it is given.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from tensordict import set_list_to_stack
+from transformers import AutoModelForCausalLM
+
+from torchrl_sglang import GRPO
+
+
+def few_tokens(conversation, task):
+    return -len(conversation.turns[-1].token_ids) / 10
+
+
+if __name__ == "__main__":
+    path, url, folder = sys.argv[1:]
+    set_list_to_stack(True).set()
+    torch.set_num_threads(1)
+    models = {"of_a_path": path, "given": AutoModelForCausalLM.from_pretrained(path)}
+    for name, model in models.items():
+        GRPO(
+            model,
+            prompts=[{"query": f"Say {n}."} for n in range(8)],
+            rewards=few_tokens,
+            generate_kwargs={"max_new_tokens": 8},
+            group_size=2,
+            groups_per_batch=4,
+            steps=2,
+            lr=2e-3,
+            engine=url,
+            output=f"{folder}/{name}",
+        ).train()
