@@ -59,6 +59,11 @@ def lease_port(
 ) -> PortLease:
     """Leases the given port, or a free one of ``among``; errors call it ``name``."""
     if port is not None:
+        if not is_port(port):
+            raise ConfigurationError(
+                f"{name}={port!r} is no port, an integer from 1 to 65535; give another "
+                f"one, or none."
+            )
         lease = _try_to_lease(port, [host])
         if lease is None:
             raise ConfigurationError(
@@ -89,6 +94,12 @@ def lease_neighbours(host: str, count: int) -> tuple[PortLease, ...]:
         for lease in found:
             lease.release()
     raise ConfigurationError(f"No {count} ports in a row are free on {host!r}.")
+
+
+def is_port(port: object) -> bool:
+    """Returns whether a number, or its text, is that of a TCP port."""
+    text = str(port)
+    return text.isascii() and text.isdecimal() and 0 < int(text) <= 65535
 
 
 def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:

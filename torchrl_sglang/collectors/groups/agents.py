@@ -142,8 +142,9 @@ class AgentGroups:
             session.set_reward(reward)
         if not session.turns:
             raise CollectionError(
-                "An agent ended without a request to its session; its client has to "
-                "use the base_url and the api_key that it is called with."
+                "An agent ended without a request to its session that was answered; "
+                "its client has to use the base_url and the api_key that it is called "
+                "with, and to wait for the answer."
             )
         # The agent's client may still have requests in flight: hence a snapshot.
         ended = session.snapshot()
