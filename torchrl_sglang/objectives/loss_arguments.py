@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.transform import Aggregation, MaskingStrategy
 from torchrl_sglang.support.checks import (
     check_choice,
     check_flag,
@@ -17,8 +18,8 @@ from torchrl_sglang.support.checks import (
 )
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "aggregation": ("token_mean", "prompt_mean", "constant", "none"),
-    "masking_strategy": ("sft", "rlhf", "generic"),
+    "aggregation": (*get_args(Aggregation), "constant"),
+    "masking_strategy": get_args(MaskingStrategy),
     # TorchRL has "sum", too, and computes the mean.
     "reduction": ("mean", "none"),
     "ref_log_prob_padding_side": ("left", "right"),
@@ -28,13 +29,11 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 NUMBERS = ("entropy_coeff", "kl_to_ref_coeff", "kl_to_inference_coeff")
 """Coefficients, of any sign."""
 
-NONE_IS_LEFT_OUT = {
-    "aggregation",
-    "reduction",
-    "kl_mask_threshold",
-    "kl_to_ref_coeff",
-    "kl_to_inference_coeff",
+OPTIONAL = {
+    *("aggregation", "reduction", "kl_mask_threshold"),
+    *("kl_to_ref_coeff", "kl_to_inference_coeff"),
 }
+"""Arguments that may be ``None``, which is TorchRL's default or leaves a term out."""
 
 
 def check_loss_arguments(given: Mapping[str, Any]) -> None:
@@ -52,7 +51,7 @@ def check_loss_arguments(given: Mapping[str, Any]) -> None:
         masking_strategy='stf' is not one of 'sft', 'rlhf', 'generic'.
     """
     for name, value in given.items():
-        if value is None and name in NONE_IS_LEFT_OUT:
+        if value is None and name in OPTIONAL:
             continue
         if name in CHOICES:
             check_choice(name, value, CHOICES[name])

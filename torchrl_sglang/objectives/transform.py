@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -31,6 +31,7 @@ from torchrl_sglang.objectives.correct import (
 )
 from torchrl_sglang.objectives.routing import replaying
 from torchrl_sglang.objectives.support import replays_sampling, warn_of_sampling
+from torchrl_sglang.support.checks import check_choice
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]
 Aggregation = Literal["token_mean", "prompt_mean", "none"]
@@ -124,16 +125,8 @@ class OffPolicyCorrection(Transform):
         consumer_version: int | None = None,
     ) -> None:
         super().__init__()
-        if masking_strategy not in ("sft", "rlhf", "generic"):
-            raise ConfigurationError(
-                f"masking_strategy must be 'sft', 'rlhf' or 'generic', got "
-                f"{masking_strategy!r}."
-            )
-        if aggregation not in ("token_mean", "prompt_mean", "none"):
-            raise ConfigurationError(
-                f"aggregation must be 'token_mean', 'prompt_mean' or 'none', got "
-                f"{aggregation!r}."
-            )
+        check_choice("masking_strategy", masking_strategy, get_args(MaskingStrategy))
+        check_choice("aggregation", aggregation, get_args(Aggregation))
         self.config = as_config(config)
         # In a tuple: a submodule would put the trainer's weights into the state dict.
         self._actor = (actor_network,)

@@ -140,7 +140,7 @@ class Checkpoints:
         state = _read_rest(paths[-1])
         for name, now in self._identity.items():
             before = state["identity"].get(name)
-            if real_place(before) != real_place(now):
+            if before != now:
                 raise ConfigurationError(
                     f"{paths[-1]} was saved with {name}={before!r}, and this run has "
                     f"{name}={now!r}; give the same, or another output."
@@ -301,15 +301,6 @@ def _read_rest(path: Path) -> dict[str, Any]:
             f"the one before, or give another output."
         ) from error
     return state
-
-
-def real_place(value: Any) -> Any:
-    """Returns the path of a folder that can be written in several ways.
-
-    Anything else, such as a hub name, is returned unchanged.
-    """
-    is_folder = isinstance(value, str) and os.path.isdir(value)
-    return os.path.realpath(value) if is_folder else value
 
 
 def _problem(written: Future[None], timeout: float) -> str | None:

@@ -37,10 +37,11 @@ from torchrl_sglang.trainers.arguments import (
     count_steps,
     read_sampling,
 )
-from torchrl_sglang.trainers.checkpoints import Resume, real_place
+from torchrl_sglang.trainers.checkpoints import Resume
 from torchrl_sglang.trainers.collecting import Collecting
 from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.methods import find_method
+from torchrl_sglang.trainers.models import identify
 from torchrl_sglang.trainers.optimizers import optimizer_of
 from torchrl_sglang.trainers.progress import StepsShown, check_progress
 from torchrl_sglang.trainers.records import Records
@@ -355,9 +356,7 @@ class GRPO(Run):
         records = Records(
             folder=check_folder("output", output),
             identity={
-                "model": "given"
-                if isinstance(model, nn.Module)
-                else real_place(os.fspath(model)),
+                "model": identify(model),
                 "group_size": group_size,
                 "groups_per_batch": groups_per_batch,
                 "method": method,

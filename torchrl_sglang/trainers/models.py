@@ -119,6 +119,17 @@ def _without_memory(name: str, options: Mapping[str, Any]) -> Any:
         return AutoModelForCausalLM.from_config(config, **options)
 
 
+def identify(model: str | os.PathLike[str] | nn.Module) -> str:
+    """Returns what a model is told by when its run goes on.
+
+    A folder's is its path without links, in whatever way it was written.
+    """
+    if isinstance(model, nn.Module):
+        return "given"
+    name = os.fspath(model)
+    return os.path.realpath(name) if os.path.isdir(name) else name
+
+
 def check_adapter(lora: Mapping[str, Any]) -> None:
     """Raises :class:`.ConfigurationError` if no adapter can be made."""
     try:

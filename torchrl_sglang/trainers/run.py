@@ -278,7 +278,7 @@ class Run:
         state = self._saved_state
         goes_on = self.ranks.share(state is not None)
         collected = (state or {}).get("collector", {})
-        # Of this object's own run, which was interrupted before its first checkpoint.
+        # They can be of a run of this object that was interrupted.
         self.step, self.best, self.metrics, self._described = 0, None, {}, {}
         if goes_on:
             self._checkpoints.restore(self.learner)
@@ -303,14 +303,13 @@ class Run:
             random: Any = self.ranks.share(None if state is None else state["random"])
             for known in random[self.ranks.rank :][:1]:
                 set_random_state(known)
-        self.history = [each for each in self.history if each["step"] <= self.step]
-        if not goes_on:
-            self.history = []
+        # A run that begins reports step 0 itself.
+        kept = self.step if goes_on else -1
+        self.history = [each for each in self.history if each["step"] <= kept]
         self._saved, self._saved_state = self.step, None
         if self.ranks.is_first:
             rollouts = self.folder / ROLLOUTS
-            # A run that begins reports step 0 itself.
-            forget_later_steps(self.folder, self.step if goes_on else -1)
+            forget_later_steps(self.folder, kept)
             self._rollouts = Rollouts(rollouts)
             assert self._stack is not None
             self._stack.callback(self._rollouts.close)

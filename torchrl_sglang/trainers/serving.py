@@ -13,7 +13,6 @@ import torch
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.backends.launch.environment import check_environment
 from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.chat.choose import check_template
 from torchrl_sglang.errors import ConfigurationError
@@ -130,8 +129,7 @@ class Serving:
             found = {"deterministic": True, **found}
         if self.logprobs_mode == "behaviour":
             after = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-            theirs = check_environment(found.get("environment"))
-            found["environment"] = {**after, **theirs}
+            found["environment"] = {**after, **(found.get("environment") or {})}
         if not self.token_columns:
             return found
         path = os.fspath(self.model)

@@ -22,6 +22,7 @@ from torchrl.data import (
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import AsyncLLMCollector, CollectorTimeouts, SGLangWrapper
+from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.errors import (
     CollectionError,
@@ -230,6 +231,21 @@ def test_a_tool(make):
     assert list(batch[0]["next", "history"].prompt.content)[-1] == "42"
 
 
+def test_a_list_of_tools_with_schemas():
+    """They have their functions' names."""
+
+    def add(a, b):
+        return a + b
+
+    tools = Tools([(add, {"description": "Adds.", "parameters": {}})])
+    (schema,) = tools.schemas
+    assert schema["function"] == {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {},
+    }
+
+
 def test_the_context_is_full(make, policy):
     """A conversation that has no room for another turn is truncated, not an error."""
     room = policy.model.capabilities.max_prompt
@@ -300,7 +316,7 @@ def test_servers_that_fail_for_a_while(make, fake):
     assert collector.stats()["groups_failed"] == 0
 
 
-def test_a_group_that_only_the_engine_fails(make, fake, policy):
+def test_a_group_that_only_the_engine_fails(make, fake, policy, caplog):
     """It is given up in time, and others are complete meanwhile."""
     (marked,) = policy.tokenizer("~")["input_ids"]
 
@@ -318,6 +334,9 @@ def test_a_group_that_only_the_engine_fails(make, fake, policy):
     assert 0 not in taken
     assert len(taken) == 6
     assert collector.stats()["groups_failed"] == 1
+    # Said before it is given up, and not at each attempt.
+    told = caplog.text.count("The engine failed, and its groups are tried again")
+    assert 1 <= told <= collector.stats()["groups_retried"]
 
 
 def test_an_engine_that_is_gone(make, fake):

@@ -57,6 +57,12 @@ def test_a_filter_that_raises(make):
         list(collector)
 
 
+def test_a_filter_that_says_nothing(make):
+    collector = make(keep_group=lambda returns: None, max_retries=0)
+    with pytest.raises(CollectionError, match="keep_group returned None; return True"):
+        list(collector)
+
+
 @pytest.mark.parametrize("given", [1, "has_variance", lambda: True])
 def test_no_filter(make, given):
     with pytest.raises(ConfigurationError, match="keep_group"):

@@ -175,6 +175,9 @@ class Streamed(IterableDataset):
     def __iter__(self):
         return iter([{"query": "a"}])
 
+    def __len__(self):
+        return 1
+
 
 def test_what_is_read_by_index():
     rows = [{"query": "a"}]

@@ -229,7 +229,7 @@ def test_shapes_that_do_not_fit():
     "arguments", [{"masking_strategy": "response"}, {"aggregation": "mean"}]
 )
 def test_arguments_that_are_refused(arguments):
-    with pytest.raises(ConfigurationError, match="must be"):
+    with pytest.raises(ConfigurationError, match="is not one of"):
         OffPolicyCorrection("disabled", **arguments)
 
 

@@ -79,6 +79,11 @@ class Columns:
         return {"text": "a"}
 
 
+class Broken(Columns):
+    def __getitem__(self, place):
+        raise OSError("disk")
+
+
 Table = type("DataFrame", (list,), {"__module__": "pandas.core.frame"})
 
 
@@ -301,7 +306,7 @@ def test_a_run_that_was_interrupted_before_a_checkpoint(make, tmp_path):
     def report_once(metrics):
         report(metrics)
         if run.step == 2 and not interrupted:
-            interrupted.append(dict.fromkeys([run.step], run.best))
+            interrupted.append(run.step)
             run.best = 1e9
             raise KeyboardInterrupt
 
@@ -565,6 +570,11 @@ def test_overlong_responses_are_punished():
             {"chat_template": "{% for m in messages %}"},
             "one of Jinja's: Unex",
         ),
+        ({"chat_template": "{% break %}"}, "chat_template is not one of Jinja's"),
+        ({"generate_kwargs": {5: 1}}, "generate_kwargs has the name 5"),
+        ({"engine": {"environment": {"A": 1}}}, "environment has 'A': 1"),
+        ({"lora": {"target_modules": ["nope"]}}, "makes no adapter of this model"),
+        ({"prompts": Broken()}, "first task of prompts cannot be read: OSError"),
         ({"prompts": [None]}, "A task must be a text, a mapping or a TensorDict"),
         ({"prompts": Columns()}, "has no 'query'; it has 'text'"),
         ({"prompts": Table([1])}, "table.to_dict('records')"),

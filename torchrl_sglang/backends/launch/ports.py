@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_port
 
 PORTS = range(20_000, 32_000)
 """Range of ports for servers: below those that Linux takes for connections."""
@@ -59,11 +60,8 @@ def lease_port(
 ) -> PortLease:
     """Leases the given port, or a free one of ``among``; errors call it ``name``."""
     if port is not None:
-        if not is_port(port):
-            raise ConfigurationError(
-                f"{name}={port!r} is no port, an integer from 1 to 65535; give another "
-                f"one, or none."
-            )
+        is_text = isinstance(port, str) and port.isdecimal()
+        port = check_port(name, int(str(port)) if is_text else port)
         lease = _try_to_lease(port, [host])
         if lease is None:
             raise ConfigurationError(
@@ -94,12 +92,6 @@ def lease_neighbours(host: str, count: int) -> tuple[PortLease, ...]:
         for lease in found:
             lease.release()
     raise ConfigurationError(f"No {count} ports in a row are free on {host!r}.")
-
-
-def is_port(port: object) -> bool:
-    """Returns whether a number, or its text, is that of a TCP port."""
-    text = str(port)
-    return text.isascii() and text.isdecimal() and 0 < int(text) <= 65535
 
 
 def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:

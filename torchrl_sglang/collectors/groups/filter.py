@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.collectors.groups.user_functions import check_call, naming
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, UserFunctionError
 from torchrl_sglang.objectives.advantages import (
     TrajectoryReturn,
     conversation_returns,
@@ -59,8 +59,8 @@ def make_filter(
         returns, _ = conversation_returns(LazyStackedTensorDict(*rows), how)
         with naming(_ROLE):
             kept = function(returns.tolist())
-            if kept is None:
-                raise TypeError("it returned None; return True or False")
-            return bool(kept)
+        if kept is None:
+            raise UserFunctionError(f"{_ROLE} returned None; return True or False.")
+        return bool(kept)
 
     return keeps

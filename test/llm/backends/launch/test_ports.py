@@ -116,7 +116,7 @@ def test_waiting_for_a_port():
 
 @pytest.mark.parametrize("port", [0, -1, 70000, "http", 3.5, True])
 def test_what_is_no_port(port):
-    with pytest.raises(ConfigurationError, match="is no port, an integer from 1"):
+    with pytest.raises(ConfigurationError, match="must be a port, an integer from"):
         lease_port(port=port)
 
 
