@@ -61,7 +61,7 @@ def lease_port(
     """Leases the given port, or a free one of ``among``; errors call it ``name``."""
     if port is not None:
         is_text = isinstance(port, str) and port.isdecimal()
-        port = check_port(name, int(str(port)) if is_text else port)
+        check_port(name, int(str(port)) if is_text else port)
         lease = _try_to_lease(port, [host])
         if lease is None:
             raise ConfigurationError(
