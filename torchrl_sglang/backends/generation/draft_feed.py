@@ -155,12 +155,13 @@ class DraftFeed:
             f"Servers verify drafts of their own all the same until they are started "
             f"without drafts='history', which is faster."
         )
-        if self._feeding is not None:
-            self._feeding.cancel()
         self._history = DraftHistory(self._drafts.max_tokens)
-        self._feeding = asyncio.ensure_future(self._withdraw())
+        self._feeding = asyncio.ensure_future(self._withdraw(self._feeding))
 
-    async def _withdraw(self) -> None:
+    async def _withdraw(self, feeding: asyncio.Future[None] | None) -> None:
+        if feeding is not None:
+            # A server would take texts that are under way after it was asked for them.
+            await asyncio.gather(feeding, return_exceptions=True)
         for url in list(self._control.urls):
             try:
                 await self._remove_others("", url)
