@@ -67,7 +67,7 @@ def respond(job: Job, asked: dict[str, Any], messages: list[Any]) -> Any:
 
 
 if __name__ == "__main__":
-    # LiteLLM leaves streams open. httpcore waits for itself for ever when one of them is
-    # collected while its pool is locked.
+    # LiteLLM leaves streams open. httpcore waits for itself for ever when one of them
+    # is collected while its pool is locked.
     gc.disable()
     serve(run)
