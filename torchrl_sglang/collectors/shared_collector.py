@@ -217,9 +217,15 @@ class SharedCollector:
         self.policy_version = self._ranks.first(load)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the collector; without effect on other ranks than the first."""
-        if self.collector is not None:
-            self.collector.shutdown(timeout=timeout)
+        """Ends the collector, on the first rank, and what the ranks tell each other.
+
+        A rank that waits for this one fails.
+        """
+        try:
+            if self.collector is not None:
+                self.collector.shutdown(timeout=timeout)
+        finally:
+            self._ranks.end()
 
     def __enter__(self) -> Self:
         return self
@@ -275,9 +281,16 @@ class _RankGroup:
         self._group = dist.new_group(
             members, timeout=timedelta(seconds=seconds), backend="gloo"
         )
+        self._open = True
         self._seconds = seconds
         self.size = dist.get_world_size(self._group)
         self.is_first = dist.get_rank(self._group) == 0
+
+    def end(self) -> None:
+        """Closes the connections; without effect the second time."""
+        if self._open and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._open = False
 
     def first(self, call: Callable[[], Any]) -> Any:
         """Returns what a call returns on the first rank, or raises its error."""
@@ -363,6 +376,8 @@ class _RankGroup:
         return values[0]
 
     def _guard(self, call: Callable[[], Any]) -> None:
+        if not self._open:
+            raise CollectionError("The collector was shut down; make another one.")
         try:
             call()
         except (RuntimeError, ValueError) as error:

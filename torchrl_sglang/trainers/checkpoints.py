@@ -278,13 +278,19 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Waits for the last checkpoint of a run that fails; raises nothing."""
+        """Ends what the ranks tell each other here; nothing is saved after it.
+
+        Waits for the last checkpoint of a run that fails, and raises nothing.
+        """
         writing, self._writing = self._writing, None
         if writing is not None:
             path, written = writing
             problem = _problem(written, WRITE_TIMEOUT_SECONDS)
             if problem is not None:
                 torchrl_logger.warning(f"{path} was not written: {problem}")
+        group, self._group = self._group, None
+        if group is not None and (writing is None or written.done()):
+            dist.destroy_process_group(group)
 
 
 def _read_rest(path: Path) -> dict[str, Any]:

@@ -230,6 +230,10 @@ def collect() -> dict[str, Any]:
                     parameter.mul_(1.001)
             found["reports"].append(collector.update_policy_weights_().version)
         found["last"] = collector.policy_version
+    try:
+        collector.update_policy_weights_()
+    except SGLangError as error:
+        found["ended"] = str(error)
     scheme.shutdown()
     return found
 

@@ -91,6 +91,8 @@ def test_shares_of_a_collector(run, restored_engine, tokenizer):
                 parameter.mul_(1.001)
     assert difference(restored_engine, model) < TOLERANCE
     assert first["last"] == second["last"] == 3
+    for found in (first, second):
+        assert found["ended"] == "The collector was shut down; make another one."
     answers = []
     for one, other in zip(first["shares"], second["shares"], strict=True):
         assert len(one) + len(other) == 8

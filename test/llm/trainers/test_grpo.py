@@ -694,13 +694,22 @@ def test_ranks_of_torchrun_and_another_number_afterwards(
 
 @pytest.mark.slow
 def test_runs_of_the_same_ranks(restored_engine, tiny_model_path, tmp_path):
-    """The second one is of a model that the ranks share out."""
+    """The second one is of a model that the ranks share out.
+
+    What the first one's ranks told each other by is closed.
+    """
     program = PROGRAM.with_name("two_runs_program.py")
     run_ranks(program, tiny_model_path, restored_engine.server_url, tmp_path)
     for name in ("of_a_path", "given"):
         trained = AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
         assert set(scalar(tmp_path / name, "batch/reward")) == {1, 2}
     assert difference(restored_engine, trained) < TOLERANCE
+    for rank in (0, 1):
+        open_after = [
+            int((tmp_path / f"sockets_{name}_{rank}").read_text())
+            for name in ("of_a_path", "given")
+        ]
+        assert open_after[0] == open_after[1]
 
 
 @pytest.mark.parametrize("kills", [[3], pytest.param([1, 5], marks=pytest.mark.slow)])

@@ -1,11 +1,16 @@
 """Two runs in one process: ``two_runs_program.py MODEL URL FOLDER``.
 
-The second one trains the model that it is given.
+The second one trains the model that it is given. After each, each rank writes to a file
+how many sockets it has open.
 """
 
 from __future__ import annotations
 
+import gc
+import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from tensordict import set_list_to_stack
@@ -16,6 +21,16 @@ from torchrl_sglang import GRPO
 
 def few_tokens(conversation, task):
     return -len(conversation.turns[-1].token_ids) / 10
+
+
+def sockets() -> int:
+    gc.collect()
+    count = 0
+    for file in Path("/proc/self/fd").iterdir():
+        # That of the listing itself is closed.
+        with suppress(FileNotFoundError):
+            count += os.readlink(file).startswith("socket:")
+    return count
 
 
 if __name__ == "__main__":
@@ -36,3 +51,5 @@ if __name__ == "__main__":
             engine=url,
             output=f"{folder}/{name}",
         ).train()
+        file = Path(folder, f"sockets_{name}_{os.environ['RANK']}")
+        file.write_text(str(sockets()))

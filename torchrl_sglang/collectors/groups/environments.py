@@ -35,7 +35,7 @@ from torchrl_sglang.collectors.groups.rows import (
 )
 from torchrl_sglang.collectors.groups.user_functions import naming
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.collectors.runtime.contract import TokenSpan
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts

@@ -18,7 +18,7 @@ from torchrl_sglang.collectors.groups.rows import (
     oldest_version,
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.collection import TokenSpan
+from torchrl_sglang.collectors.runtime.contract import TokenSpan
 from torchrl_sglang.collectors.scheduling.priority import (
     PriorityOf,
     SlotOf,

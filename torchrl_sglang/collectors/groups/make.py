@@ -15,7 +15,7 @@ from torchrl_sglang.collectors.groups.functions import FunctionGroups
 from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.collection import Groups
+from torchrl_sglang.collectors.runtime.contract import Groups
 from torchrl_sglang.collectors.scheduling.priority import PriorityOf, SlotOf
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError

@@ -1,7 +1,7 @@
 """Runs groups on an event loop of its own, and hands them to the trainer.
 
-``collection.py`` starts what the pool of ``scheduling/`` admits, and starts groups that
-failed again. ``batches.py`` takes complete groups as batches or writes them to a replay
-buffer, whose sampler reads ``consumer_version.py``; ``stale_mask.py`` excludes tokens
-that are too old. ``stats.py`` says what bounds the run.
+``collection.py`` starts what the pool of ``scheduling/`` admits, whatever it is made of
+(``contract.py``). ``batches.py`` takes complete groups as batches or writes them to a
+replay buffer, whose sampler reads ``consumer_version.py``; ``stale_mask.py`` excludes
+tokens that are too old. ``stats.py`` says what bounds the run.
 """

@@ -1,7 +1,7 @@
 """Runs groups on an event loop in a thread of its own, and hands them to a consumer.
 
-What may run, and what makes up a batch, is decided by :class:`.GroupPool`; this module
-applies it.
+What may run, and what makes up a batch, is decided by :class:`.GroupPool`, and what
+becomes of groups that failed by :class:`.GroupFailures`; this module applies it.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
 from tensordict import TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.collectors.runtime.contract import Groups
 from torchrl_sglang.collectors.runtime.group_life import GroupLife
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
@@ -37,27 +31,20 @@ from torchrl_sglang.collectors.runtime.stats import (
     compare,
     find_bottleneck,
 )
+from torchrl_sglang.collectors.scheduling.failures import GroupFailures, origin
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, ReadyGroup
 from torchrl_sglang.collectors.scheduling.pace import LATELY_BATCHES
 from torchrl_sglang.collectors.scheduling.prompts import PromptStream
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
-    GenerationAbortedError,
-    RequestRefusedError,
-    ServerError,
-    TaskError,
     UserFunctionError,
     WeightSyncStateError,
 )
-from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.support.histogram import SECONDS, Histogram
 from torchrl_sglang.support.user_code import describe, user_code
 from torchrl_sglang.telemetry.tracing import span
-
-TokenSpan: TypeAlias = tuple[int, int]
-"""Policy version and number of tokens."""
 
 PROMPT_TIMEOUT_SECONDS = 600.0
 """Timeout of reading a prompt."""
@@ -68,17 +55,11 @@ LAYOUT_TIMEOUT_SECONDS = 600.0
 WRITE_TIMEOUT_SECONDS = 600.0
 """Timeout of writing a group to a replay buffer, when the collection is paused."""
 
-BACKOFF_SECONDS = 1.0
-"""Wait before groups start after the engine failed."""
-
 ASLEEP_POLL_SECONDS = 0.01
 """Interval at which a group that is to start looks whether the engine is awake."""
 
 MOST_FILTERED = 10
 """Groups of so many updates in a row that ``keep_group`` rejects end a collection."""
-
-MOST_FAILURES = 8
-"""Groups in a row that are given up before the collection ends with their error."""
 
 ON_WAIT_SECONDS = 1.0
 """Interval at which a consumer that waits looks for what only it can do."""
@@ -88,58 +69,6 @@ KEPT_ERRORS = 16
 
 MOST_THREADS = 256
 """Threads of the event loop's default executor, which ``asyncio.to_thread`` uses."""
-
-
-class Groups(Protocol):
-    """Makes the groups of a collection."""
-
-    size: int
-    """Conversations of a group."""
-    generating: Meter
-    """Conversations that wait for the engine."""
-
-    async def run(
-        self,
-        position: int,
-        task: Mapping[str, Any],
-        policy_version: Callable[[], int],
-        turn: Callable[[], Any],
-    ) -> Any:
-        """Returns a complete group; each conversation runs inside ``turn()``."""
-
-    def oldest(self, group: Any) -> int:
-        """Returns the policy version of a group's oldest token."""
-
-    def spans(self, group: Any) -> Iterator[TokenSpan]:
-        """Yields policy version and number of tokens of parts of the responses."""
-
-    def write(self, group: Any) -> list[TensorDictBase]:
-        """Returns a TensorDict for each turn."""
-
-    def record(self, group: Any) -> list[ResponseRecord]:
-        """Returns what a recorder writes of a group; called in its thread."""
-
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Checks the names of a dataset's columns.
-
-        Raises:
-            ConfigurationError: if one is the name of a column of a batch.
-        """
-
-    def close(self) -> None:
-        """Frees the resources with which groups are made."""
-
-
-@dataclass(slots=True)
-class _Failures:
-    """Failures of a group that is not given up."""
-
-    since: float
-    """Time of the first one, on the monotonic clock."""
-    engines: int = 0
-    """Errors of the engine."""
-    own: int = 0
-    """Errors of its functions or environments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,16 +131,13 @@ class Collection:
         self._reader = BlockingCalls("torchrl_sglang-prompts", 1)
         self._layout = BlockingCalls("torchrl_sglang-layout", 1)
         self._max_in_flight = max_in_flight
-        self._max_retries = max_retries
+        self._failures = GroupFailures(
+            max_retries=max_retries, engine_seconds=engine_seconds
+        )
         self._engine_seconds = engine_seconds
-        self._failures: dict[int, _Failures] = {}
         self._unfinished: dict[int, int] = {}
-        self._failures_in_a_row = 0
         self._keeps = keeps
         self._filtered_in_a_row = 0
-        # Groups that the engine failed since one was complete.
-        self._engine_failed: set[int] = set()
-        self._not_before = 0.0
         self._asleep = asleep
         # Of all groups that wait for memory, one looks.
         self._looks = asyncio.Lock()
@@ -305,7 +231,7 @@ class Collection:
         if self._error is not None:
             raise CollectionError(
                 f"The collector has ended: {self._why}{_text(self._error)}"
-            ) from _origin(self._error)
+            ) from origin(self._error)
 
     def set_version(self, version: int) -> None:
         """Begins a new policy version."""
@@ -555,9 +481,9 @@ class Collection:
         self._more_at = math.inf
         if self._paused:
             return []
-        if time.monotonic() < self._not_before:
+        if time.monotonic() < self._failures.not_before:
             # After a failure of the engine.
-            self._more_at = self._not_before
+            self._more_at = self._failures.not_before
             return []
         with self.changed:
             free, seconds = self.pool.due(self._wanted)
@@ -650,9 +576,7 @@ class Collection:
             if complete is None:
                 self.pool.end_of_prompts(position)
                 return
-            self._failures.pop(position, None)
-            self._failures_in_a_row = 0
-            self._engine_failed.clear()
+            self._failures.complete(position)
             group = complete.group
             tokens = sum(count for _, count in self.groups.spans(group))
             self.tokens += tokens
@@ -691,63 +615,31 @@ class Collection:
     def _fail(self, position: int, error: BaseException) -> None:
         """Retries a group, gives it up, or ends the collection."""
         message = f"Prompt {position}: {_text(error)}"
-        now = time.monotonic()
         with self.changed:
             self.errors.append(message)
-            failures = self._failures.setdefault(position, _Failures(now))
-            engines = _is_engines(error)
-            first = engines and not self._engine_failed
-            if engines:
-                failures.engines += 1
-                self._engine_failed.add(position)
-                self._not_before = now + BACKOFF_SECONDS
-            else:
-                failures.own += 1
-            retry = not isinstance(error, TaskError) and self._may_retry(failures, now)
-            if engines and not retry and len(self._engine_failed) > 1:
-                # The engine is at fault, not this group: no other one is complete
-                # meanwhile.
-                self.end(error)
-                retry = True
-            self.life.failed(position, message, retried=retry)
-            if retry:
-                self.pool.give_up(position, retry=True)
+            verdict = self._failures.failed(position, error, now=time.monotonic())
+            self.life.failed(position, message, retried=verdict.retry)
+            self.pool.give_up(position, retry=verdict.retry)
+            if verdict.retry:
                 self.retried += 1
             else:
-                self._give_up(position, error)
-        if not retry:
+                self.failed += 1
+            if verdict.ends:
+                self.end(error, verdict.why)
+        if not verdict.retry:
             is_users = isinstance(error, UserFunctionError)
             torchrl_logger.warning(
                 f"The group of prompt {position} was given up after "
-                f"{failures.own + failures.engines} attempts: {_text(error)}",
+                f"{verdict.attempts} attempts: {_text(error)}",
                 # Where in the user's function it was raised.
-                exc_info=_origin(error) if is_users else None,
+                exc_info=origin(error) if is_users else None,
             )
-        elif first:
+        elif verdict.engine_began:
             # Once until a group is complete again: all that run fail together.
             torchrl_logger.warning(
                 f"The engine failed, and its groups are tried again for "
                 f"{self._engine_seconds:g} s: {_text(error)}"
             )
-
-    def _give_up(self, position: int, error: BaseException) -> None:
-        """Gives a group up, and ends the collection if none succeeds any more."""
-        self.pool.give_up(position, retry=False)
-        del self._failures[position]
-        self.failed += 1
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row == MOST_FAILURES:
-            self.end(
-                error,
-                f"{MOST_FAILURES} groups in a row were given up; the last one, of "
-                f"prompt {position}, for: ",
-            )
-
-    def _may_retry(self, failures: _Failures, now: float) -> bool:
-        if failures.own > self._max_retries:
-            return False
-        lasting = now - failures.since > self._engine_seconds
-        return failures.engines <= self._max_retries or not lasting
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -757,20 +649,6 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _origin(error: BaseException) -> BaseException:
-    """Returns the error that a function of the user raised, if the cause is one."""
-    named = isinstance(error, UserFunctionError) and error.__cause__ is not None
-    return error.__cause__ or error if named else error
-
-
 def _text(error: BaseException) -> str:
     named = isinstance(error, UserFunctionError)
     return str(error) if named else f"{describe(error)}."
-
-
-def _is_engines(error: BaseException) -> bool:
-    """Returns whether an error is an engine's, which recovers, or a group's own."""
-    # A function may call an engine, too: a judge, for example.
-    error = _origin(error)
-    engines = (ServerError, GenerationAbortedError, WeightSyncStateError)
-    return isinstance(error, engines) and not isinstance(error, RequestRefusedError)

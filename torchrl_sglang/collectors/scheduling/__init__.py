@@ -3,4 +3,5 @@
 ``admission.py`` has the bounds and ``pace.py`` the time at which a group starts;
 ``group_pool.py`` applies them to the groups of a collection. ``prompt_order.py`` knows
 which prompt starts next and which are done, and ``prompts.py`` reads them.
+``failures.py`` says which groups that failed start again, and when the collection ends.
 """

@@ -1,0 +1,140 @@
+"""Decides what becomes of a group that failed: another attempt, or none, or the end.
+
+Pure: it remembers earlier failures, and applies nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrl_sglang.errors import (
+    GenerationAbortedError,
+    RequestRefusedError,
+    ServerError,
+    TaskError,
+    UserFunctionError,
+    WeightSyncStateError,
+)
+
+BACKOFF_SECONDS = 1.0
+"""Wait before groups start after the engine failed."""
+
+MOST_FAILURES = 8
+"""Groups in a row that are given up before the collection ends with their error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailureVerdict:
+    """What becomes of a group that failed."""
+
+    retry: bool
+    """Whether it starts again."""
+    attempts: int
+    """How often it has failed."""
+    engine_began: bool = False
+    """Whether it is the first that the engine failed since a group was complete."""
+    ends: bool = False
+    """Whether the collection ends with the group's error."""
+    why: str = ""
+    """What to say before that error."""
+
+
+@dataclass(slots=True)
+class _Attempts:
+    since: float
+    engines: int = 0
+    own: int = 0
+
+
+class GroupFailures:
+    """Failures of the groups that are neither complete nor given up.
+
+    An engine recovers, so its failures are borne for a time, and those of a group's
+    own functions and environments a number of times. When the engine has failed several
+    groups for that long and none was complete meanwhile, it is at fault, and the
+    collection ends.
+
+    Args:
+        max_retries: how often a group whose functions failed starts again.
+        engine_seconds: how long groups that the engine failed start again.
+
+    Example:
+        >>> failures = GroupFailures(max_retries=1, engine_seconds=600.0)
+        >>> [failures.failed(7, KeyError("answer"), now=0.0).retry for _ in range(2)]
+        [True, False]
+    """
+
+    def __init__(self, *, max_retries: int, engine_seconds: float) -> None:
+        self.not_before = 0.0
+        """When groups may start again, on the monotonic clock."""
+        self._max_retries = max_retries
+        self._engine_seconds = engine_seconds
+        self._attempts: dict[int, _Attempts] = {}
+        self._given_up_in_a_row = 0
+        # Groups that the engine failed since one was complete.
+        self._engine_failed: set[int] = set()
+
+    def complete(self, position: int) -> None:
+        """Forgets the failures of a group that is complete, and those in a row."""
+        self._attempts.pop(position, None)
+        self._given_up_in_a_row = 0
+        self._engine_failed.clear()
+
+    def failed(
+        self, position: int, error: BaseException, *, now: float
+    ) -> FailureVerdict:
+        """Returns what becomes of a group that failed.
+
+        Args:
+            position: of its prompt.
+            error: that it failed with.
+            now: time on the monotonic clock, in seconds.
+        """
+        attempts = self._attempts.setdefault(position, _Attempts(now))
+        engines = is_engines(error)
+        began = engines and not self._engine_failed
+        if engines:
+            attempts.engines += 1
+            self._engine_failed.add(position)
+            self.not_before = now + BACKOFF_SECONDS
+        else:
+            attempts.own += 1
+        count = attempts.engines + attempts.own
+        if not isinstance(error, TaskError) and self._may_retry(attempts, now):
+            return FailureVerdict(retry=True, attempts=count, engine_began=began)
+        if engines and len(self._engine_failed) > 1:
+            # The engine is at fault, not this group.
+            return FailureVerdict(
+                retry=True, attempts=count, engine_began=began, ends=True
+            )
+        del self._attempts[position]
+        self._given_up_in_a_row += 1
+        if self._given_up_in_a_row < MOST_FAILURES:
+            return FailureVerdict(retry=False, attempts=count)
+        return FailureVerdict(
+            retry=False,
+            attempts=count,
+            ends=True,
+            why=f"{MOST_FAILURES} groups in a row were given up; the last one, of "
+            f"prompt {position}, for: ",
+        )
+
+    def _may_retry(self, attempts: _Attempts, now: float) -> bool:
+        if attempts.own > self._max_retries:
+            return False
+        lasting = now - attempts.since > self._engine_seconds
+        return attempts.engines <= self._max_retries or not lasting
+
+
+def is_engines(error: BaseException) -> bool:
+    """Returns whether an error is an engine's, which recovers, or a group's own."""
+    # A function may call an engine, too: a judge, for example.
+    error = origin(error)
+    engines = (ServerError, GenerationAbortedError, WeightSyncStateError)
+    return isinstance(error, engines) and not isinstance(error, RequestRefusedError)
+
+
+def origin(error: BaseException) -> BaseException:
+    """Returns the error that a function of the user raised, if the cause is one."""
+    named = isinstance(error, UserFunctionError) and error.__cause__ is not None
+    return error.__cause__ or error if named else error
