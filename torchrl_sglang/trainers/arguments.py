@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from torchrl_sglang.collectors.groups.conversations import check_step
 from torchrl_sglang.collectors.groups.reward_functions import read_functions
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.collectors.scheduling.prompts import (
+    count_tasks,
     is_read_by_index,
+    read_once,
     refuse_table,
     to_task,
 )
@@ -208,13 +210,15 @@ def check_placement(
 def as_list(name: str, prompts: Any) -> list[Any]:
     """Returns tasks that are read more than once, also those of an iterator.
 
+    Batches of a data loader are taken apart.
+
     Raises:
         ConfigurationError: if they are no tasks.
     """
     _check_tasks(name, prompts)
-    if isinstance(prompts, Iterable):
-        return list(prompts)
-    return [prompts[place] for place in range(len(prompts))]
+    if not isinstance(prompts, Iterable):
+        return [prompts[place] for place in range(len(prompts))]
+    return list(prompts if is_read_by_index(prompts) else read_once(prompts))
 
 
 def check_prompts(name: str, prompts: Any, query_key: str) -> None:
@@ -375,22 +379,20 @@ def check_collector(collector: Any, prompts: Any, functions: Mapping[str, Any]) 
 def count_steps(
     steps: int | None, epochs: int, prompts: Any, groups_per_batch: int
 ) -> int | None:
-    """Returns the number of batches; ``None`` if only the prompts know."""
+    """Returns the number of batches; ``None`` if only reading the prompts tells."""
     if steps is not None:
         if epochs != 1:
             raise ConfigurationError(
                 f"steps={steps} and epochs={epochs} say twice when to end; give one."
             )
         return steps
-    try:
-        return max(epochs * len(prompts) // groups_per_batch, 1)
-    except TypeError:
-        if epochs != 1:
-            raise ConfigurationError(
-                f"epochs={epochs} needs prompts with a length, such as a list; give "
-                f"steps=..., or one pass."
-            ) from None
-        return None
+    if epochs != 1 and isinstance(prompts, Iterator):
+        raise ConfigurationError(
+            f"epochs={epochs} needs prompts that can be read again, and an iterator "
+            f"ends; give a list or another iterable, steps=..., or one pass."
+        )
+    tasks = count_tasks(prompts)
+    return None if tasks is None else max(epochs * tasks // groups_per_batch, 1)
 
 
 def server_arguments(

@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.groups.filter import make_filter
 from torchrl_sglang.collectors.options import check_options
-from torchrl_sglang.collectors.scheduling.prompts import is_read_by_index
+from torchrl_sglang.collectors.scheduling.prompts import Passes, is_read_by_index
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.advantages import TrajectoryReturn
 from torchrl_sglang.recording.recorder import RunRecorder
@@ -40,6 +40,7 @@ class Collecting:
     group_size: int
     groups_per_batch: int
     steps: int | None
+    epochs: int
     max_staleness: int
     on_stale: str
     keep_group: Callable[..., bool] | None
@@ -72,11 +73,13 @@ class Collecting:
 
     def make(self, served: Served, recorder: RunRecorder | None = None) -> Any:
         """Returns the collector of what is trained on."""
-        total = -1 if self.steps is None else self.steps * self.groups_per_batch
+        total, prompts = -1, Passes(self.prompts, self.epochs)
+        if self.steps is not None:
+            total, prompts = self.steps * self.groups_per_batch, self.prompts
         return self._make(
             served,
             served.policy,
-            prompts=self.prompts,
+            prompts=prompts,
             group_size=self.group_size,
             groups_per_batch=self.groups_per_batch,
             total_groups=total,

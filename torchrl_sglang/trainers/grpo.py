@@ -307,6 +307,7 @@ class GRPO(Run):
             group_size=group_size,
             groups_per_batch=groups_per_batch,
             steps=steps,
+            epochs=epochs,
             max_staleness=max_staleness,
             on_stale=on_stale,
             keep_group=keep_group,

@@ -10,7 +10,12 @@ import torch
 from tensordict import TensorDict
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchrl_sglang.collectors.scheduling.prompts import is_read_by_index, make_prompts
+from torchrl_sglang.collectors.scheduling.prompts import (
+    Passes,
+    count_tasks,
+    is_read_by_index,
+    make_prompts,
+)
 from torchrl_sglang.errors import ConfigurationError
 
 TASKS = [{"query": f"q{number}", "answer": number} for number in range(5)]
@@ -57,6 +62,7 @@ LOADERS = {
     "mappings": lambda: DataLoader(TASKS, batch_size=2),
     "lists": lambda: DataLoader(TASKS, batch_size=2, collate_fn=list),
     "elements": lambda: DataLoader(TASKS, batch_size=None),
+    "sampler": lambda: DataLoader(TASKS, batch_sampler=[[0, 1], [2, 3, 4]]),
     "tensordicts": lambda: [
         TensorDict({"query": ["q0", "q1"], "answer": torch.arange(2)}, batch_size=2),
         TensorDict({"query": ["q2"], "answer": torch.tensor([2])}, batch_size=1),
@@ -80,6 +86,39 @@ def test_an_iterable_is_iterated_again_and_an_iterator_ends():
     assert prompts.fetch(4) is not None
     assert prompts.fetch(5) is None
     assert prompts.fetch(6) is None
+
+
+@pytest.mark.parametrize("given", [TASKS, DataLoader(TASKS, batch_size=2)])
+def test_prompts_end_after_their_passes(given):
+    def again():
+        return make(Passes(given, 2))
+
+    prompts = again()
+    order = queries(prompts, range(10))
+    assert order == [f"q{number}" for number in range(5)] * 2
+    assert prompts.fetch(10) is None
+    assert prompts.fetch(11) is None
+    # In the second pass.
+    resumed = again()
+    resumed.resume(saved(prompts), 7, [3, 6])
+    assert queries(resumed, [3, 6, 7, 8, 9]) == ["q3", "q1", "q2", "q3", "q4"]
+    assert resumed.fetch(10) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "count"),
+    [
+        (TASKS, 5),
+        (iter(TASKS), None),
+        (DataLoader(TASKS, batch_size=None), 5),
+        (DataLoader(TASKS, batch_size=2), 5),
+        (DataLoader(TASKS, batch_size=2, drop_last=True), 4),
+        (DataLoader(TASKS, batch_sampler=[[0, 1], [2, 3, 4]]), None),
+        (DataLoader(TASKS, batch_size=2, sampler=[4, 2, 0]), 3),
+    ],
+)
+def test_tasks_are_counted_and_not_batches(given, count):
+    assert count_tasks(given) == count
 
 
 def saved(prompts) -> dict:
@@ -183,5 +222,6 @@ def test_what_is_read_by_index():
     rows = [{"query": "a"}]
     assert is_read_by_index(rows)
     assert hasattr(Streamed(), "__getitem__")
+    assert count_tasks(DataLoader(Streamed(), batch_size=8)) == 1
     others = (Streamed(), iter(rows), DataLoader(rows, batch_size=1))
     assert not any(map(is_read_by_index, others))

@@ -513,7 +513,7 @@ def test_overlong_responses_are_punished():
         ({"colocated": True, "max_staleness": 1}, "max_staleness=1 has no use"),
         ({"collector": lambda policy: None}, "rewards cannot be given beside it"),
         ({"resume": "always"}, "resume"),
-        ({"steps": None, "prompts": iter(PROMPTS), "epochs": 2}, "with a length"),
+        ({"steps": None, "prompts": iter(PROMPTS), "epochs": 2}, "iterator ends"),
         ({"logger": "mlfow"}, "logger='mlfow' is not one of"),
         ({"metrics_port": 99_999}, "metrics_port must be a port"),
         ({"schedule": "cosin"}, "schedule='cosin' cannot be used"),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -52,6 +54,36 @@ def is_read_by_index(given: Any) -> bool:
     return by_index and not isinstance(given, (DataLoader, IterableDataset))
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Prompts that end after so many passes; others are read again and again."""
+
+    prompts: Any
+    count: int
+
+    @property
+    def column_names(self) -> Any:
+        """Columns of a dataset of Hugging Face's; ``None`` without them."""
+        return getattr(self.prompts, "column_names", None)
+
+
+def count_tasks(given: Any) -> int | None:
+    """Returns the number of tasks of a pass; ``None`` if only reading tells."""
+    try:
+        if not isinstance(given, DataLoader) or given.batch_sampler is None:
+            return len(given)
+        if given.batch_size is None:
+            # Batches of the user's own, of any size.
+            return None
+        if given.drop_last:
+            return len(given) * given.batch_size
+        is_stream = isinstance(given.dataset, IterableDataset)
+        source: Any = given.dataset if is_stream else given.sampler
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def refuse_table(name: str, given: Any) -> None:
     """Refuses pandas' tables, which are read by column."""
     if type(given).__module__.partition(".")[0] == "pandas":
@@ -74,11 +106,16 @@ def make_prompts(
             f"prompts must be a dataset, a data loader or an iterable of tasks, got "
             f"one {type(given).__name__}; give a list of them."
         )
+    passes = None
+    if isinstance(given, Passes):
+        given, passes = given.prompts, given.count
     refuse_table("prompts", given)
     if is_read_by_index(given):
         if not len(given):
             raise ConfigurationError("prompts is empty; give at least one task.")
-        return _DatasetPrompts(given, query_key, shuffle=shuffle, seed=seed)
+        return _DatasetPrompts(
+            given, query_key, shuffle=shuffle, seed=seed, passes=passes
+        )
     if not isinstance(given, Iterable):
         raise ConfigurationError(
             f"prompts must be a dataset, a data loader or an iterable of tasks, got "
@@ -90,24 +127,33 @@ def make_prompts(
             f"{type(given).__name__} is read in its own order; shuffle there, and "
             f"leave shuffle out."
         )
-    return _IteratedPrompts(given, query_key)
+    return _IteratedPrompts(given, query_key, passes=passes)
 
 
 class _DatasetPrompts:
-    """Tasks of a dataset, epoch after epoch."""
+    """Tasks of a dataset, epoch after epoch; ``passes`` ends them."""
 
     def __init__(
-        self, dataset: Any, query_key: str, *, shuffle: bool, seed: int
+        self,
+        dataset: Any,
+        query_key: str,
+        *,
+        shuffle: bool,
+        seed: int,
+        passes: int | None,
     ) -> None:
         self._dataset = dataset
         self._query_key = query_key
         self._shuffle = shuffle
         # PyTorch takes no number of NumPy's.
         self._seed = int(seed)
+        self._passes = passes
         self._orders: dict[int, list[int]] = {}
 
     def fetch(self, position: int) -> Task | None:
         epoch, place = divmod(position, len(self._dataset))
+        if self._passes is not None and epoch >= self._passes:
+            return None
         if self._shuffle:
             place = self._order(epoch)[place]
         return to_task(self._dataset[place], self._query_key)
@@ -153,13 +199,16 @@ class _DatasetPrompts:
 
 
 class _IteratedPrompts:
-    """Tasks of an iterable, which is iterated again when it ends.
+    """Tasks of an iterable, which is iterated again when it ends; ``passes`` times.
 
     An iterator is not: it is its own beginning.
     """
 
-    def __init__(self, iterable: Iterable[Any], query_key: str) -> None:
+    def __init__(
+        self, iterable: Iterable[Any], query_key: str, *, passes: int | None
+    ) -> None:
         self._iterable = iterable
+        self._passes = repeat(None) if passes is None else repeat(None, passes)
         self._query_key = query_key
         self._tasks = self._iterate()
         self._next = 0
@@ -220,21 +269,26 @@ class _IteratedPrompts:
         return task
 
     def _iterate(self) -> Iterator[Task]:
-        while True:
+        for _ in self._passes:
             found = False
-            for element in self._iterable:
-                for task in _unbind(element, self._iterable):
-                    found = True
-                    yield to_task(task, self._query_key)
+            for task in read_once(self._iterable):
+                found = True
+                yield to_task(task, self._query_key)
             if not found or isinstance(self._iterable, Iterator):
                 return
+
+
+def read_once(iterable: Iterable[Any]) -> Iterator[Any]:
+    """Yields the tasks of one pass; batches of a data loader are taken apart."""
+    for element in iterable:
+        yield from _unbind(element, iterable)
 
 
 def _unbind(element: Any, source: Any) -> Iterable[Any]:
     """Returns the tasks of an element, which a data loader yields as batches."""
     if is_tensor_collection(element) and element.ndim:
         return list(element.unbind(0))
-    if not isinstance(source, DataLoader) or source.batch_size is None:
+    if not isinstance(source, DataLoader) or source.batch_sampler is None:
         return [element]
     if isinstance(element, Mapping):
         columns = {name: _column(value) for name, value in element.items()}
