@@ -91,7 +91,8 @@ class GRPO(Run):
         correction: preset or configuration of off-policy correction. Defaults to None.
         kl_to_ref_coeff (float): of the divergence from the model before training.
             Defaults to 0: none.
-        lr (float): learning rate. Defaults to 1e-6, or 1e-5 with ``lora``.
+        lr (float): learning rate, unless ``optimizer`` has one. Defaults to 1e-6, or
+            1e-5 with ``lora``.
         optimizer (dict or callable, optional): further arguments of AdamW, or what
             makes an optimizer of the parameters. Defaults to no weight decay.
         schedule (str): of transformers' schedules. Defaults to
@@ -330,8 +331,6 @@ class GRPO(Run):
             seed=seed,
             deterministic=deterministic,
         )
-        if lr is None:
-            lr = 1e-6 if lora is None else 1e-5
         training = Training(
             model=model,
             method=found,
@@ -341,7 +340,7 @@ class GRPO(Run):
             packing=packing,
             correction=None if correction is None else as_config(correction),
             kl_to_ref_coeff=kl_to_ref_coeff,
-            make_optimizer=optimizer_of(optimizer, lr),
+            make_optimizer=optimizer_of(optimizer, lr, 1e-6 if lora is None else 1e-5),
             schedule=schedule,
             warmup_steps=warmup_steps,
             steps=steps,

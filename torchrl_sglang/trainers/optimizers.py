@@ -13,17 +13,35 @@ from transformers import get_scheduler
 from torchrl_sglang.errors import ConfigurationError
 
 
-def optimizer_of(given: Any, lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+def optimizer_of(
+    given: Any, lr: float | None, default: float = 1e-6
+) -> Callable[[Any], torch.optim.Optimizer]:
     """Returns what makes the optimizer, after a trial.
 
     On a GPU it is the fused AdamW, which is faster and has no memory of its own beside
     its moments.
+
+    Args:
+        given: arguments of AdamW, a function that makes an optimizer, or None.
+        lr: learning rate, or None.
+        default: that of an AdamW of which none is given.
+
+    Raises:
+        ConfigurationError: if these make no optimizer, or the learning rate is given
+            twice.
     """
+    elsewhere = callable(given) or "lr" in (given or ())
+    if lr is not None and elsewhere:
+        raise ConfigurationError(
+            f"lr={lr!r} is not used, since optimizer={given!r} has a learning rate of "
+            f"its own; leave one of them out."
+        )
     if callable(given):
         made: Callable[[Any], torch.optim.Optimizer] = given
         return made
     try:
-        arguments = {"lr": lr, "weight_decay": 0.0, **(given or {})}
+        rate = default if lr is None else lr
+        arguments = {"lr": rate, "weight_decay": 0.0, **(given or {})}
         torch.optim.AdamW([nn.Parameter(torch.zeros(1))], **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(
@@ -71,6 +89,35 @@ def make_schedule(
             f"schedule={name!r} cannot be used here: {error} Give "
             f"'constant_with_warmup', 'linear' or 'cosine', the last two with "
             f"steps=... where prompts have no length."
+        ) from error
+
+
+def check_schedule(name: str, warmup_steps: int, total_steps: int | None) -> None:
+    """Tries a schedule for a step.
+
+    Args:
+        name: as for :func:`make_schedule`, as are the others.
+        warmup_steps: likewise.
+        total_steps: likewise.
+
+    Raises:
+        ConfigurationError: as :func:`make_schedule`, or if it needs more than the
+            number of a step, or has no warmup and is given one.
+    """
+    if name == "constant" and warmup_steps:
+        raise ConfigurationError(
+            f"schedule='constant' has no warmup, and warmup_steps={warmup_steps}; give "
+            f"schedule='constant_with_warmup'."
+        )
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    schedule = make_schedule(name, optimizer, warmup_steps, total_steps)
+    optimizer.step()
+    try:
+        schedule.step()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"schedule={name!r} cannot be used here: {error}. Give "
+            f"'constant_with_warmup', 'linear' or 'cosine'."
         ) from error
 
 
