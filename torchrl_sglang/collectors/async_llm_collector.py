@@ -285,7 +285,9 @@ class AsyncLLMCollector(GroupCollector):
                 policy, max_staleness=max_staleness, of_agents=agent is not None
             )
         self.policy = policy
+        self.group_size = group_size
         self.groups_per_batch = groups_per_batch
+        self.batches_per_update = batches_per_update
         self.replay_buffer = replay_buffer
         self.timeouts = timeouts or CollectorTimeouts()
         self._versions = PolicyVersions(policy.model.weight_version)

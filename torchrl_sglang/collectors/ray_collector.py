@@ -128,6 +128,8 @@ class RayAsyncLLMCollector(GroupCollector):
         schemes = check_schemes(weight_sync_schemes)
         client = _to_client(replay_buffer)
         self.replay_buffer = replay_buffer
+        self.group_size = kwargs.get("group_size", 1)
+        self.batches_per_update = kwargs.get("batches_per_update", 1)
         self.timeouts = timeouts or CollectorTimeouts()
         _start_ray(ray_init_config)
         arguments = _send(

@@ -343,37 +343,122 @@ OF_THE_RUN = frozenset(
 )
 """Arguments of the collector that a run gives it."""
 
+OF_A_MAPPING: Mapping[str, Any] = {
+    **dict.fromkeys(("prompts", "keep_group", "eval_prompts")),
+    "epochs": 1,
+    "max_staleness": 0,
+    "on_stale": "drop",
+}
+"""Arguments that a collector of the user's own does not get -> their defaults."""
 
-def check_collector(collector: Any, prompts: Any, functions: Mapping[str, Any]) -> None:
-    """Checks that there is one way to collect."""
+
+def check_collector(
+    collector: Any, functions: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Checks that there is one way to collect.
+
+    Args:
+        collector: that of a run: arguments, a function or ``None``.
+        functions: what makes conversations; ``None`` for those that are not given.
+        options: values of ``OF_A_MAPPING``.
+
+    Raises:
+        ConfigurationError: if there are two ways, or none.
+    """
     given = [name for name, value in functions.items() if value is not None]
-    named = collector if isinstance(collector, Mapping) else ()
-    for name in OF_THE_RUN.intersection(named):
+    if callable(collector):
+        _check_beside_a_function(given, options)
+        return
+    _check_mapping_of_collector(collector or {})
+    if options["prompts"] is None:
+        raise ConfigurationError("Give the prompts to train on as prompts=....")
+    for whole in ("agent", "env"):
+        others = [name for name in given if name != whole]
+        if whole in given and others:
+            raise ConfigurationError(
+                f"{' and '.join(others)} cannot be given with {whole}, which is "
+                f"the whole conversation."
+            )
+
+
+def _check_mapping_of_collector(collector: Mapping[str, Any]) -> None:
+    for name in OF_THE_RUN.intersection(collector):
         raise ConfigurationError(
             f"collector has {name!r}, which the run itself says; give it to GRPO "
             f"(groups in all are steps times groups_per_batch)."
         )
-    if dict(named).get("replay_buffer") is not None:
+    if collector.get("batches_per_update", 1) != 1:
+        raise _one_update_a_batch("collector has")
+    if collector.get("replay_buffer") is not None:
         raise ConfigurationError(
             "collector has 'replay_buffer', and a run trains on batches as they come; "
             "leave it out, or write a loop of your own."
         )
-    if not callable(collector):
-        if prompts is None:
-            raise ConfigurationError("Give the prompts to train on as prompts=....")
-        for whole in ("agent", "env"):
-            others = [name for name in given if name != whole]
-            if whole in given and others:
-                raise ConfigurationError(
-                    f"{' and '.join(others)} cannot be given with {whole}, which is "
-                    f"the whole conversation."
-                )
-        return
+
+
+def _check_beside_a_function(
+    functions: Sequence[str], options: Mapping[str, Any]
+) -> None:
+    """Refuses what a collector of the user's own would not get."""
+    if options["eval_prompts"] is not None:
+        raise ConfigurationError(
+            "eval_prompts are scored by the rewards of the run, and collector is a "
+            "function that makes a collector with its own; give rewards=... and "
+            "further arguments as collector={...}, or evaluate in a loop of your own."
+        )
+    given = list(functions)
+    for name, default in OF_A_MAPPING.items():
+        value = options[name]
+        if value is not default and (default is None or value != default):
+            given.append(name)
     if given:
         raise ConfigurationError(
             f"collector=... makes the whole collector, so that {' and '.join(given)} "
-            f"cannot be given beside it."
+            f"cannot be given beside it; give them to the collector there."
         )
+
+
+def _one_update_a_batch(what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{what} batches_per_update, and a run sends weights after each batch, so that "
+        f"groups for later ones would be too old; leave it out, and make batches "
+        f"larger with groups_per_batch=.... minibatches=... has several optimizer "
+        f"steps in one."
+    )
+
+
+def check_made(made: Any, group_size: int) -> None:
+    """Checks a collector of the user's own, as far as it tells of itself."""
+    if not hasattr(made, "increment_version"):
+        raise ConfigurationError(
+            f"collector returned {made!r}; return a collector, as "
+            f"AsyncLLMCollector(policy=policy, ...)."
+        )
+    size = getattr(made, "group_size", group_size)
+    if size != group_size:
+        raise ConfigurationError(
+            f"collector returned one with group_size={size}, and the run compares "
+            f"group_size={group_size} responses with each other; give both the same."
+        )
+    if getattr(made, "batches_per_update", 1) != 1:
+        raise _one_update_a_batch("collector returned one with")
+
+
+def check_groups(queries: Sequence[str], group_size: int) -> None:
+    """Checks that conversations whose rewards are compared have one prompt.
+
+    Args:
+        queries: prompt of each conversation of a batch.
+        group_size: of a run.
+    """
+    for start in range(0, len(queries), group_size):
+        for query in queries[start : start + group_size]:
+            if query != queries[start]:
+                raise ConfigurationError(
+                    f"A group of group_size={group_size} has the prompts "
+                    f"{queries[start]!r:.80} and {query!r:.80}; give GRPO the "
+                    f"group_size of the collector, which yields whole groups."
+                )
 
 
 def count_steps(

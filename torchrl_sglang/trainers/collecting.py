@@ -6,20 +6,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tensordict import TensorDictBase
+
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.groups.filter import make_filter
 from torchrl_sglang.collectors.options import check_options
 from torchrl_sglang.collectors.scheduling.prompts import Passes, is_read_by_index
-from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.advantages import TrajectoryReturn
+from torchrl_sglang.objectives.advantages import (
+    TrajectoryReturn,
+    conversation_returns,
+)
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.arguments import (
+    OF_A_MAPPING,
     as_list,
     check_collector,
     check_functions,
+    check_groups,
+    check_made,
     check_prompts,
 )
+from torchrl_sglang.trainers.samples import plain
 from torchrl_sglang.trainers.serving import Served
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
@@ -50,7 +58,8 @@ class Collecting:
 
     def __post_init__(self) -> None:
         whole = {"agent": self.agent, "env": self.env}
-        check_collector(self.collector, self.prompts, {**self.functions, **whole})
+        options = {name: getattr(self, name) for name in OF_A_MAPPING}
+        check_collector(self.collector, {**self.functions, **whole}, options)
         if not callable(self.collector) and not any(whole.values()):
             check_prompts("prompts", self.prompts, self.query_key)
             check_functions(self.functions, self.query_key)
@@ -70,6 +79,11 @@ class Collecting:
     def trajectory_return(self) -> TrajectoryReturn:
         """How the rewards of a conversation's rows are put together."""
         return "sum" if self.agent is None else "mean"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether nothing is generated while the trainer trains, as far as is known."""
+        return self.max_staleness == 0 and not callable(self.collector)
 
     def make(self, served: Served, recorder: RunRecorder | None = None) -> Any:
         """Returns the collector of what is trained on."""
@@ -95,6 +109,8 @@ class Collecting:
     def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:
         """Returns the collector of one batch, a greedy answer to each held-out prompt.
 
+        One that cannot be collected has none, and no other takes its place.
+
         An agent's sampling parameters are its own.
         """
         policy, prompts = served.policy, self.eval_prompts
@@ -106,21 +122,28 @@ class Collecting:
         return self._make(
             served,
             policy,
-            prompts=prompts,
+            prompts=Passes(prompts, 1),
             group_size=1,
             groups_per_batch=len(prompts),
             total_groups=len(prompts),
         )
 
+    def check_batch(self, batch: TensorDictBase) -> None:
+        """Checks the groups of a collector of the user's own, where prompts tell."""
+        if not callable(self.collector) or self.query_key not in batch.keys():
+            return
+        _, conversations = conversation_returns(batch)
+        queries: dict[int, str] = {}
+        for number, row in zip(conversations.tolist(), batch.unbind(0), strict=True):
+            # Of its first turn.
+            queries.setdefault(number, str(plain(row.get(self.query_key))))
+        check_groups(list(queries.values()), self.group_size)
+
     def _make(self, served: Served, policy: Any, **arguments: Any) -> Any:
         given = self.collector
         if callable(given):
             made = given(policy)
-            if not hasattr(made, "increment_version"):
-                raise ConfigurationError(
-                    f"collector returned {made!r}; return a collector, as "
-                    f"AsyncLLMCollector(policy=policy, ...)."
-                )
+            check_made(made, self.group_size)
             return made
         common: dict[str, Any] = {"query_key": self.query_key}
         if self.agent is not None:

@@ -126,10 +126,11 @@ class GRPO(Run):
             which is not shut down.
         weight_sync (dict, optional): arguments of :class:`.SGLangWeightSyncScheme`.
         collector (dict or callable, optional): further arguments of
-            :class:`.AsyncLLMCollector`, or what makes a collector of a policy.
+            :class:`.AsyncLLMCollector`, or what makes a collector of a policy, with
+            prompts, rewards and all else that it collects.
         gateway (dict, optional): arguments of :class:`.Gateway`, for an ``agent``.
         eval_prompts (optional): held-out prompts, for greedy evaluation with the same
-            rewards by the same engine.
+            rewards by the same engine; ``eval/prompts`` is how many were scored.
         eval_every (int): steps between two evaluations. Defaults to 10.
         checkpoint_every (int): steps between two checkpoints. Defaults to 10.
         keep_checkpoints (int): Defaults to 2.

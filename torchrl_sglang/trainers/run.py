@@ -16,7 +16,12 @@ from torchrl import logger as torchrl_logger
 
 from torchrl_sglang.collectors.shared_collector import SharedCollector
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
-from torchrl_sglang.errors import CheckpointError, ConfigurationError, SGLangError
+from torchrl_sglang.errors import (
+    CheckpointError,
+    CollectionError,
+    ConfigurationError,
+    SGLangError,
+)
 from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
@@ -336,9 +341,16 @@ class Run:
         return status_of(self.step + 1, time.monotonic() - self._step_began, stats)
 
     def batches(self) -> Iterator[TensorDictBase]:
-        """Yields this rank's share of each batch, with advantages."""
+        """Yields this rank's share of each batch, with advantages, until all steps are.
+
+        A collector of the user's own may have more, so that ``step`` counts.
+        """
         prepared = map(self._prepare, self.collector)
-        for batch in prepared if self.ranks.size == 1 else self.collector:
+        shares = iter(prepared if self.ranks.size == 1 else self.collector)
+        while self.steps is None or self.step < self.steps:
+            batch = next(shares, None)
+            if batch is None:
+                return
             self.clock.done("collect")
             yield batch
 
@@ -346,6 +358,7 @@ class Run:
         """Adds advantages to a whole batch, and describes it, on the first rank."""
         if ADVANTAGE in batch.keys():
             raise taken_column("A task")
+        self._collecting.check_batch(batch)
         batch = self.advantage(batch)
         self._described = describe(
             batch,
@@ -429,13 +442,23 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         collector = self._collecting.make_held_out(self._served, self.sampling)
         with collector:
-            batch = next(iter(collector))
-        return describe_held_out(
+            batch, stats = next(iter(collector), None), collector.stats()
+        wanted, errors = len(self._collecting.eval_prompts), stats["errors"]
+        scored = wanted - stats["groups_failed"]
+        why = f" The last error was: {errors[-1]}" if errors else ""
+        if batch is None:
+            raise CollectionError(
+                f"None of {wanted} held-out prompts could be scored.{why}"
+            )
+        if scored < wanted:
+            tell(f"{scored} of {wanted} held-out prompts were scored.{why}")
+        metrics = describe_held_out(
             batch,
             policy_version=collector.policy_version,
             max_tokens=self._max_tokens,
             trajectory_return=self._collecting.trajectory_return,
         )
+        return {"eval/prompts": float(scored), **metrics}
 
     def report(self, metrics: dict[str, float]) -> None:
         """Logs the metrics of a step, and prints a line."""
@@ -500,7 +523,7 @@ class Run:
         if not any(self.clock.totals.values()):
             return ""
         stats: Any = getattr(self.collector_here, "stats", dict)()
-        in_turn = self._collecting.max_staleness == 0
+        in_turn = self._collecting.takes_turns
         said = summarize(self.clock.totals, stats.get("bottleneck"), in_turn=in_turn)
         return f" {said}"
 

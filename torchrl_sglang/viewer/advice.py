@@ -152,7 +152,7 @@ def _of_phases(found: Figures, shares: str) -> str:
         return (
             f"Weight updates bound the run, {found.sending:.0%} of the time: {shares}. "
             f"Look at the phases of updates below; a faster transport, FP8, an adapter "
-            f"or more batches between two updates (batches_per_update) helps."
+            f"or larger batches (groups_per_batch) help."
         )
     return _of_both(found, shares)
 

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from torchrl_sglang import GRPO
+from torchrl_sglang import GRPO, AsyncLLMCollector
+from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.trainers.arguments import check_groups
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -59,12 +61,9 @@ def rollouts_of(folder):
 
 
 def test_passes_over_a_stream_end_and_go_on(make, tmp_path):
-    class Interrupted(Exception):
-        pass
-
     passes = {"prompts": Streamed(), "epochs": 2, "checkpoint_every": 1}
     interrupted = make(**passes)
-    with interrupted, pytest.raises(Interrupted):
+    with interrupted:
         interrupted.begin()
         for batch in interrupted.batches():
             interrupted.step += 1
@@ -73,7 +72,7 @@ def test_passes_over_a_stream_end_and_go_on(make, tmp_path):
             interrupted.save()
             # In the second pass.
             if interrupted.step == 4:
-                raise Interrupted
+                break
     run = make(**passes, resume=True)
     run.train()
     assert run.step == 6
@@ -94,3 +93,90 @@ def test_batches_of_held_out_prompts_are_taken_apart(make):
     assert [task["query"] for task in run._collecting.eval_prompts] == [
         row["query"] for row in ROWS
     ]
+
+
+def collector_of(policy, **arguments):
+    given = {"prompts": ROWS, "rewards": sample, "group_size": 2, "groups_per_batch": 2}
+    return AsyncLLMCollector(policy=policy, max_staleness=0, **{**given, **arguments})
+
+
+OWN = {"prompts": None, "rewards": None, "collector": collector_of}
+
+
+def test_a_collector_of_ones_own_is_held_to_the_steps(make, tmp_path):
+    run = make(**OWN, steps=2)
+    run.train()
+    assert run.step == 2
+    assert {row["step"] for row in rollouts_of(tmp_path / "run")} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"group_size": 4}, "group_size=4, and the run compares group_size=2"),
+        ({"batches_per_update": 2}, "sends weights after each batch"),
+    ],
+)
+def test_a_collector_of_ones_own_that_does_not_fit(make, arguments, message):
+    run = make(**{**OWN, "collector": lambda policy: collector_of(policy, **arguments)})
+    with pytest.raises(ConfigurationError, match=message), run:
+        pass
+
+
+def test_groups_of_a_collector_that_does_not_tell_their_size(make):
+    def untold(policy):
+        made = collector_of(policy, groups_per_batch=4)
+        del made.group_size
+        return made
+
+    run = make(**{**OWN, "collector": untold}, group_size=4)
+    with pytest.raises(ConfigurationError, match="has the prompts 'q0' and 'q1'"):
+        run.train()
+    check_groups(["a", "a", "b", "b"], 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": ROWS}, "prompts cannot be given beside it"),
+        ({"max_staleness": 1}, "max_staleness cannot be given beside it"),
+        ({"on_stale": "mask"}, "on_stale cannot be given beside it"),
+        ({"keep_group": any, "epochs": 2}, "keep_group and epochs cannot be given"),
+        ({"eval_prompts": ROWS}, "eval_prompts are scored by the rewards of the run"),
+    ],
+)
+def test_what_a_collector_of_ones_own_does_not_get(make, arguments, message):
+    with pytest.raises(ConfigurationError, match=message):
+        make(**{**OWN, **arguments})
+
+
+def test_a_run_updates_after_each_batch(make):
+    with pytest.raises(ConfigurationError, match="larger with groups_per_batch"):
+        make(collector={"batches_per_update": 2})
+
+
+def test_held_out_prompts_that_cannot_be_scored_are_left_out(make, capsys):
+    tasks = [{"query": f"held out {number}", "worth": number} for number in range(3)]
+    scored = []
+
+    def score(conversation, task):
+        scored.append(task["query"])
+        if task["worth"] == 1:
+            raise ValueError("no verdict")
+        return float(task["worth"])
+
+    run = make(eval_prompts=tasks, rewards=score, collector={"max_retries": 0})
+    with run:
+        found = run.evaluate()
+    assert sorted(scored) == ["held out 0", "held out 1", "held out 2"]
+    assert (found["eval/prompts"], found["eval/reward"]) == (2.0, 1.0)
+    assert "2 of 3 held-out prompts were scored" in capsys.readouterr().out
+
+
+def test_no_held_out_prompt_can_be_scored(make):
+    def fail(conversation, task):
+        raise ValueError("no verdict")
+
+    run = make(eval_prompts=ROWS[:2], rewards=fail, collector={"max_retries": 0})
+    with run, pytest.raises(CollectionError, match=r"None of 2 held-out .*no verdict"):
+        run.evaluate()

@@ -46,7 +46,11 @@ BALANCED = Figures(
             "Raise max_staleness",
         ),
         ({"waiting": 0.6, "environment": True}, "The environment", "num_threads"),
-        ({"sending": 0.9, "training": 0.1}, "Weight updates", "transport"),
+        (
+            {"sending": 0.9, "training": 0.1},
+            "Weight updates",
+            "or larger batches (groups_per_batch)",
+        ),
         ({"saving": 0.9, "training": 0.1}, "checkpoints bound", "checkpoint_every"),
         ({"waiting": 0.6, "down": "http://a"}, "do not serve", "logs"),
     ],
