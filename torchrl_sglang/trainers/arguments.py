@@ -9,6 +9,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ from torchrl_sglang.collectors.scheduling.prompts import (
 )
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
-from torchrl_sglang.policies.sampling import check_numbers, translate
+from torchrl_sglang.policies.sampling import (
+    SamplingParams,
+    check_numbers,
+    translate,
+)
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
 from torchrl_sglang.requests.request import GenerateRequest
@@ -614,6 +619,18 @@ def check_sampling(
             RuntimeWarning,
             stacklevel=2,
         )
+
+
+def check_sampling_of_agents(params: Mapping[str, Any]) -> None:
+    """Refuses parameters that choose what a policy returns: agents get a gateway's."""
+    chosen, plain = translate(params), SamplingParams()
+    for name in (each.name for each in fields(plain) if each.name != "engine"):
+        value = getattr(chosen, name)
+        if value != getattr(plain, name):
+            raise ConfigurationError(
+                f"generate_kwargs sets {name}={value!r}, and an agent's requests say "
+                f"themselves what they return; leave it out."
+            )
 
 
 def check_recording(recorder: Any) -> RunRecorder | bool:

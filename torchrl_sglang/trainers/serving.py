@@ -17,12 +17,14 @@ from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.chat.choose import check_template
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.policies.sampling import translate
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.requests.token_columns import check_columns, find_columns
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.arguments import (
     check_gpus,
     check_sampling,
+    check_sampling_of_agents,
     connect_arguments,
     server_arguments,
 )
@@ -71,13 +73,17 @@ class Serving:
                 raise ConfigurationError(
                     "gateway is for agents; give an agent, too, or leave it out."
                 )
+        if self.has_agent:
+            check_sampling_of_agents(self.sampling)
 
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> Served:
         """Makes engine, policy and gateway on the first rank; a stack ends them."""
         engine = self._start_engine(stack, ranks)
         columns = find_columns(self.token_columns)
-        check_columns(columns, self.sampling, engine.capabilities)
-        check_sampling(self.sampling, self.logprobs_mode, engine.capabilities)
+        # Under SGLang's names; the policy translates its own.
+        sampling = translate(self.sampling).engine
+        check_columns(columns, sampling, engine.capabilities)
+        check_sampling(sampling, self.logprobs_mode, engine.capabilities)
         policy = SGLangWrapper(
             engine,
             token_columns=columns,
@@ -92,7 +98,7 @@ class Serving:
             return Served(engine=engine, policy=policy)
         arguments = {
             "chat_template": self.chat_template,
-            "default_sampling_params": self.sampling,
+            "default_sampling_params": sampling,
             "token_columns": columns,
             "logprobs_mode": self.logprobs_mode,
             **(self.gateway or {}),

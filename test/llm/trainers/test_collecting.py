@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from torchrl_sglang import GRPO, AsyncLLMCollector
 from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.policies.sampling import translate
 from torchrl_sglang.trainers.arguments import check_groups
 
 # TorchRL's own, about what is deprecated in torch.
@@ -180,3 +181,33 @@ def test_no_held_out_prompt_can_be_scored(make):
     run = make(eval_prompts=ROWS[:2], rewards=fail, collector={"max_retries": 0})
     with run, pytest.raises(CollectionError, match=r"None of 2 held-out .*no verdict"):
         run.evaluate()
+
+
+async def agent(task, *, base_url, api_key):
+    return 1.0
+
+
+NAMES = [
+    {"stop_sequences": ["x"]},
+    {"do_sample": True, "num_beams": 1},
+    {"min_tokens": 2},
+    {"include_stop_str_in_output": True, "stop": ["x"]},
+]
+
+
+@pytest.mark.parametrize("names", NAMES, ids=str)
+@pytest.mark.parametrize("parts", [{}, {"rewards": None, "agent": agent}], ids=len)
+def test_sampling_parameters_of_torchrl_and_vllm(make, names, parts):
+    with make(generate_kwargs={"max_new_tokens": 4, **names}, **parts) as run:
+        if run.gateway is not None:
+            engine = translate(run.sampling).engine
+            assert run.gateway._options.default_sampling_params == engine
+
+
+@pytest.mark.parametrize("names", [{"logprobs": 2}, {"skip_special_tokens": True}])
+def test_outputs_are_those_that_agents_ask_for(make, names):
+    kwargs = {"max_new_tokens": 4, **names}
+    with make(generate_kwargs=kwargs):
+        pass
+    with pytest.raises(ConfigurationError, match="an agent's requests say themselves"):
+        make(generate_kwargs=kwargs, rewards=None, agent=agent)
