@@ -69,22 +69,26 @@ class StepFigures:
         )
         self._timeout = timeout
         self._before: dict[str, _Reading] = {}
-        self._began = time.monotonic()
+        # What parts did before is not counted.
+        self.read()
 
     def read(self) -> dict[str, float]:
-        """Returns the figures since the last call, or since this object was made."""
+        """Returns the figures since the last call, or since this object was made.
+
+        Those of a part are of two readings: where the first one failed, as of a part
+        that was slow then, there are none yet.
+        """
         found: dict[str, float] = {}
         stats = read_all(self._readers.values(), self._timeout, time.monotonic)
         for name, now in stats.items():
             if now is None:
                 continue
             at, before = time.monotonic(), self._before.get(name)
-            since = self._began if before is None else before.at
-            seconds = max(at - since, 1e-9)
-            old = None if before is None else before.stats
-            read = self._readers[name].attempt(partial(_known, name, now, old, seconds))
-            found |= read or {}
             self._before[name] = _Reading(at=at, stats=now)
+            if before is None:
+                continue
+            known = partial(_known, name, now, before.stats, max(at - before.at, 1e-9))
+            found |= self._readers[name].attempt(known) or {}
         return found
 
 

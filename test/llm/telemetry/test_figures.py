@@ -155,12 +155,14 @@ def test_a_part_that_hangs_or_fails_is_left_out_and_told_of_later(engine):
     released = threading.Event()
 
     class Slow:
+        turns = 5
+
         def stats(self) -> Any:
             assert released.wait(60)
             return {
                 "sessions": 1,
                 "generating": 0,
-                "turns": 5,
+                "turns": self.turns,
                 "tokens": 9,
                 "branches": {},
             }
@@ -174,7 +176,40 @@ def test_a_part_that_hangs_or_fails_is_left_out_and_told_of_later(engine):
     assert figures.read() == {}
     released.set()
     patient = StepFigures(gateway=slow, engine=engine, timeout=60.0)
-    assert patient.read()["gateway/turns"] == 5
+    slow.turns += 3
+    assert patient.read()["gateway/turns"] == 3
+
+
+def test_what_was_done_before_is_not_counted(fake_engine):
+    def generate(count: int) -> None:
+        fake_engine.generate(
+            input_ids=[[5, 6]] * count, sampling_params={"max_new_tokens": 4}
+        )
+
+    generate(5)
+    figures = StepFigures(engine=fake_engine, timeout=60.0)
+    generate(2)
+    assert figures.read()["engine/responses"] == 2
+    generate(1)
+    assert figures.read()["engine/responses"] == 1
+
+
+def test_a_part_that_was_slow_at_first_is_counted_from_its_first_answer():
+    class Late:
+        turns = 5
+
+        def stats(self) -> Any:
+            if self.turns == 5:
+                raise ConnectionError("not yet")
+            counts = {"generating": 0, "turns": self.turns, "tokens": 9}
+            return {"sessions": 1, "branches": {}, **counts}
+
+    late = Late()
+    figures = StepFigures(gateway=late)
+    late.turns = 7
+    assert figures.read() == {}
+    late.turns = 8
+    assert figures.read()["gateway/turns"] == 1
 
 
 def test_nothing_to_read_and_no_statistics():
