@@ -28,6 +28,9 @@ from torchrl_sglang.trainers.samples import plain, rows_of, said_in
 SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"
 """Arguments whose values no logger is told, and what it is told in their place."""
 
+ENVIRONMENT = "environment"
+"""Mapping of variables, whose names alone a logger is told: values may be keys."""
+
 SHOWN = (
     ("reward", "batch/reward", "{:.3f}"),
     ("eval", "eval/reward", "{:.3f}"),
@@ -229,7 +232,8 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in arguments.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            found |= flatten(value, f"{name}.")
+            told = flatten(value, f"{name}.")
+            found |= dict.fromkeys(told, HIDDEN) if key == ENVIRONMENT else told
         elif isinstance(value, (bool, int, float)):
             found[name] = value
         elif value is not None:

@@ -23,7 +23,7 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
         prompts=PROMPTS,
         rewards=brief,
         lora={"r": 8},
-        engine={"api_key": "secret"},
+        engine={"api_key": "secret", "environment": {"HF_TOKEN": "hf_1", "A": "b"}},
         output=tmp_path,
     )
     told = run.hyperparameters
@@ -33,6 +33,8 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
     assert told["rewards"] == "brief"
     assert told["lora.r"] == 8
     assert told["engine.api_key"] == "***"
+    assert told["engine.environment.HF_TOKEN"] == "***"
+    assert told["engine.environment.A"] == "***"
 
 
 @pytest.mark.parametrize(
