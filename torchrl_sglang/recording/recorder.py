@@ -389,8 +389,10 @@ def scores_of(parts: Sequence[tuple[Any, Any]]) -> Scores:
     for part, known in parts:
         for row, own in zip(part.unbind(0), known.float().cpu().numpy(), strict=True):
             key, length = _key_of(row), len(row["tokens", "response"])
-            engine = row["log_probs", "full"][-length:].float().cpu().numpy()
-            trainer = own[-length:]
+            of_engine = row["log_probs", "full"]
+            # A response can have no token, and [-0:] is everything.
+            engine = of_engine[len(of_engine) - length :].float().cpu().numpy()
+            trainer = own[len(own) - length :]
             rows.append({"key": key, **mismatch_of(trainer, engine)})
             scores[key] = pack(trainer, "f4")
     return Scores(rows=rows, log_probs=scores)

@@ -25,7 +25,7 @@ from torchrl_sglang import RunRecorder
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.format import pack, unpack
 from torchrl_sglang.recording.reading import Recording
-from torchrl_sglang.recording.recorder import MOST_TOKENS
+from torchrl_sglang.recording.recorder import MOST_TOKENS, scores_of
 from torchrl_sglang.recording.records import row_key
 from torchrl_sglang.recording.streams import LineStream
 from torchrl_sglang.recording.writer import MOST_QUEUED
@@ -436,6 +436,19 @@ def test_trained_rows_are_found_by_their_tokens(tmp_path):
     assert [(row["kl"], row["gap"]) for row in told["rows"]] == [(0.25, 0.5)] * 3
     line = Recording.open(tmp_path).read_texts(told["scores"])
     assert unpack(line["scores"][keys[0]], "f4").tolist() == [-1.5, -2.0]
+
+
+def test_a_response_without_tokens_has_no_scores():
+    row = TensorDict(
+        tokens=TensorDict(full=torch.arange(3), response=torch.arange(0)),
+        log_probs=TensorDict(full=torch.tensor([torch.nan, -1.0, -2.0])),
+    )
+    # Another row of the pass is longer.
+    known = torch.full((1, 4), -1.5)
+    found = scores_of([(LazyStackedTensorDict(row, stack_dim=0), known)])
+    (told,) = found.rows
+    assert told == {"key": row_key([0, 1, 2])}
+    assert not len(unpack(found.log_probs[told["key"]], "f4"))
 
 
 class TwoRanks:
