@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 from torchrl._utils import logger as torchrl_logger
 
 try:
@@ -133,6 +134,8 @@ class _FusedTokenTerms(torch.autograd.Function):
         if not ctx.with_entropy:
             of_entropy = torch.zeros_like(of_entropy)
         backward(logits, tokens, scales, sums, of_log_prob, of_entropy)
+        # PyTorch does not see what kernels write: a second backward() is to be refused.
+        increment_version(logits)
         return logits, None, None, None
 
 

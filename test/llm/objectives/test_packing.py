@@ -14,6 +14,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang import CorrectedGRPOLoss
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives import token_kernels
 from torchrl_sglang.objectives import token_terms as terms
 from torchrl_sglang.objectives.attention import PACKED, packed_attention
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing, why_padded
@@ -283,3 +284,25 @@ def test_terms_are_torchs(dtype, monkeypatch):
     (weights[0] @ expected[0] + weights[1] @ entropy).backward()
     gap = (leaves[0].grad - leaves[1].grad).abs().max()
     assert gap < (0.05 if dtype == torch.bfloat16 else bound)
+
+
+def test_a_second_backward_is_refused_where_kernels_write_the_gradient(monkeypatch):
+    """PyTorch does not see what a kernel of Triton writes, as here of ``.data``."""
+
+    def forward(logits, tokens, scales):
+        sums = logits.logsumexp(-1)
+        return logits[torch.arange(len(tokens)), tokens] - sums, sums, sums
+
+    def backward(logits, tokens, scales, sums, of_log_prob, of_entropy):
+        logits.data.fill_(1.0)
+
+    monkeypatch.setattr(token_kernels, "forward", forward)
+    monkeypatch.setattr(token_kernels, "backward", backward)
+    weight = torch.randn(3, 5, requires_grad=True)
+    found, _ = token_kernels.fused_token_terms(
+        weight * 2, torch.tensor([1, 0, 4]), None, entropy=False
+    )
+    found.sum().backward(retain_graph=True)
+    assert torch.equal(weight.grad, torch.full((3, 5), 2.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.sum().backward()
