@@ -81,6 +81,11 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 """Name -> advantages ``(groups, group_size)`` of returns of the same shape."""
 
 
+def row_rewards(rows: TensorDictBase) -> Tensor:
+    """Returns the sum of each row's rewards ``(B,)``: of one, or one for each token."""
+    return torch.stack([each.double().sum() for each in rows.get(REWARD, as_list=True)])
+
+
 def conversation_returns(
     rows: TensorDictBase, trajectory_return: TrajectoryReturn = "sum"
 ) -> tuple[Tensor, Tensor]:
@@ -96,7 +101,7 @@ def conversation_returns(
     done = rows[DONE].flatten().bool()
     conversation = done.cumsum(0) - done.long()
     count = int(conversation[-1]) + 1
-    rewards = rows[REWARD].double().flatten(1).sum(-1)
+    rewards = row_rewards(rows).double()
     returns = rewards.new_zeros(count).index_add_(0, conversation, rewards)
     if trajectory_return == "mean":
         returns /= torch.bincount(conversation, minlength=count)

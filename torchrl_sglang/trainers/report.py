@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,12 @@ from torchrl_sglang.objectives.advantages import (
     REWARD,
     TrajectoryReturn,
     conversation_returns,
+    row_rewards,
 )
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.passwords import hide_passwords
-from torchrl_sglang.trainers.samples import plain, rows_of, said_in
+from torchrl_sglang.trainers.samples import count_written, plain, rows_of, said_in
 
 SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"
 """Arguments whose values no logger is told, and what it is told in their place."""
@@ -109,21 +110,23 @@ def describe(
         batch: whole groups, as a collector yields them.
         policy_version: of the trainer's weights.
         group_size: conversations of a group.
-        max_tokens: of a response; one of so many was cut off.
+        max_tokens: of a response; one of so many was cut off, unless its
+            ``generation_info`` says so. Defaults to None: not known.
         trajectory_return: as for :class:`.GroupAdvantage`.
 
     Returns:
         dict: ``batch/reward`` and ``reward_std`` of conversations, ``reward/NAME`` of
-        each named reward, ``response_tokens`` of a response, ``truncated``, the share
-        of responses that were cut off, ``flat_groups``, the share of groups without
-        variance, ``turns`` of a conversation, ``tokens``, ``age`` and ``age_max`` in
+        each named reward, ``response_tokens`` that the policy wrote of a response,
+        ``truncated``, the share of responses that were cut off, where it is known,
+        ``flat_groups``, the share of groups without variance, ``turns`` of a
+        conversation, ``tokens`` that the policy wrote, ``age`` and ``age_max`` in
         weight updates.
     """
     returns, _ = conversation_returns(batch, trajectory_return)
     groups = returns.view(-1, group_size)
     flat = (groups.max(-1).values - groups.min(-1).values) < 1e-9
-    lengths = [len(each) for each in batch.get(("tokens", "response"), as_list=True)]
-    cut = [max_tokens is not None and length >= max_tokens for length in lengths]
+    rows = batch.unbind(0)
+    lengths = [count_written(row) for row in rows]
     ages = [
         policy_version - each[each >= 0].float()
         for each in batch.get(POLICY_VERSIONS, as_list=True)
@@ -135,7 +138,7 @@ def describe(
         "batch/reward_std": groups.std(-1).mean().item() if group_size > 1 else 0.0,
         **_named_rewards(batch),
         "batch/response_tokens": sum(lengths) / len(lengths),
-        "batch/truncated": sum(cut) / len(cut),
+        **_truncated(rows, lengths, max_tokens),
         "batch/flat_groups": flat.float().mean().item(),
         "batch/turns": len(lengths) / len(returns),
         "batch/tokens": float(sum(lengths)),
@@ -160,8 +163,8 @@ def describe_held_out(
         trajectory_return: of its rewards.
 
     Returns:
-        dict: ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` and
-        ``eval_reward/NAME``.
+        dict: ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` where it is
+        known, and ``eval_reward/NAME``.
     """
     metrics = describe(
         batch,
@@ -172,7 +175,22 @@ def describe_held_out(
     )
     named = {f"eval_{k}": v for k, v in metrics.items() if k.startswith("reward/")}
     whole = ("reward", "response_tokens", "truncated")
-    return {f"eval/{name}": metrics[f"batch/{name}"] for name in whole} | named
+    found = {f"eval/{name}": metrics.get(f"batch/{name}") for name in whole}
+    return {name: each for name, each in found.items() if each is not None} | named
+
+
+def _truncated(
+    rows: Sequence[TensorDictBase], lengths: Sequence[int], max_tokens: int | None
+) -> dict[str, float]:
+    """Returns the share of responses that were cut off, if that is known of all."""
+    told = [row.get(("generation_info", "truncated"), None) for row in rows]
+    if all(each is not None for each in told):
+        cut = [bool(each) for each in told]
+    elif max_tokens is not None:
+        cut = [length >= max_tokens for length in lengths]
+    else:
+        return {}
+    return {"batch/truncated": sum(cut) / len(cut)}
 
 
 def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
@@ -315,19 +333,19 @@ class Rollouts:
 
 def sample_of(batch: TensorDictBase, query_key: str) -> str:
     """Returns the best response of a batch with its prompt, shortened, for a reader."""
-    rewards = batch[REWARD].flatten(1).sum(-1)
+    rewards = row_rewards(batch)
     row = batch[int(rewards.argmax())]
     said = str(said_in(row) or "")
     prompt = str(plain(row.get(query_key, "")))
     return f"  {prompt[-200:]!r} -> {said[:400]!r} (reward {float(rewards.max()):g})"
 
 
-def describe_rows(rows: TensorDictBase) -> str:
+def describe_rows(rows: TensorDictBase, query_key: str = "query") -> str:
     """Says which responses a step was to be made of, those with bad numbers first."""
     if REWARD not in rows.keys(True):
         return f"It was to train on {len(rows)} responses without rewards."
-    rewards = rows[REWARD].flatten(1).sum(-1).tolist()
-    queries = rows["query"] if "query" in rows.keys() else [""] * len(rewards)
+    rewards = row_rewards(rows).tolist()
+    queries = [plain(row.get(query_key, "")) for row in rows.unbind(0)]
     said = [
         (math.isfinite(reward), f"{str(query)[:80]!r} (reward {reward:g})")
         for query, reward in zip(queries, rewards, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.objectives.advantages import REWARD
+from torchrl_sglang.objectives.columns import ASSISTANT_MASK, POLICY_VERSIONS
 
 TABLE = "samples/responses"
 """Name of the table."""
@@ -29,7 +30,7 @@ def rows_of(
     """Yields a row for each response of a batch with advantages.
 
     It has ``step``, ``prompt``, ``response``, ``reward``, ``advantage``,
-    ``policy_version`` and ``tokens``, a response's number of tokens.
+    ``policy_version`` and ``tokens``, those of :func:`count_written`.
     """
     for row in batch.unbind(0):
         version = row.get("policy_version", None)
@@ -40,8 +41,20 @@ def rows_of(
             "reward": row[REWARD].sum().item(),
             "advantage": row["advantage"].mean().item(),
             "policy_version": None if version is None else int(version),
-            "tokens": len(row["tokens", "response"]),
+            "tokens": count_written(row),
         }
+
+
+def count_written(row: TensorDictBase) -> int:
+    """Returns how many tokens of a row's response the policy wrote.
+
+    The response of an agent also has what was said to it between its turns, and can
+    begin with turns of an earlier row: its assistant mask is of neither.
+    """
+    length, versions = len(row["tokens", "response"]), row.get(POLICY_VERSIONS, None)
+    if versions is None or (versions >= 0).all():
+        return length
+    return int(row[ASSISTANT_MASK][-length:].sum())
 
 
 def said_in(row: TensorDictBase) -> Any:

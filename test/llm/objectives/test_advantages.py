@@ -48,6 +48,17 @@ def test_standardized_is_torchrls(several):
     torch.testing.assert_close(ours, theirs.to(ours.dtype), atol=1e-4, rtol=1e-4)
 
 
+def test_a_reward_for_each_token_counts_as_their_sum():
+    rewards = [3.0, 1.0, 0.0, 2.0]
+    batch = batch_of(rewards)
+    for number, (row, reward) in enumerate(zip(batch.unbind(0), rewards, strict=True)):
+        of_tokens = torch.zeros(number + 2, 1)
+        of_tokens[0], of_tokens[-1] = reward - 0.5, 0.5
+        row["next", "reward"] = of_tokens
+    found = GroupAdvantage(SIZE)(batch)["advantage"]
+    assert torch.equal(found, GroupAdvantage(SIZE)(batch_of(rewards))["advantage"])
+
+
 @pytest.mark.parametrize("kind", ADVANTAGES)
 def test_equal_rewards_have_no_advantage(kind):
     found = GroupAdvantage(SIZE, kind)(batch_of([0.1] * SIZE))["advantage"]
