@@ -9,9 +9,11 @@ from typing import Any, get_args
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.packing import check_packing
 from torchrl_sglang.objectives.transform import Aggregation, MaskingStrategy
 from torchrl_sglang.support.checks import (
     check_choice,
+    check_count,
     check_flag,
     check_positive,
     to_python,
@@ -31,7 +33,7 @@ NUMBERS = ("entropy_coeff", "kl_to_ref_coeff", "kl_to_inference_coeff")
 
 OPTIONAL = {
     *("aggregation", "reduction", "kl_mask_threshold"),
-    *("kl_to_ref_coeff", "kl_to_inference_coeff"),
+    *("kl_to_ref_coeff", "kl_to_inference_coeff", "max_tokens"),
 }
 """Arguments that may be ``None``, which is TorchRL's default or leaves a term out."""
 
@@ -61,8 +63,29 @@ def check_loss_arguments(given: Mapping[str, Any]) -> None:
             check_positive(name, _number(value), zero=True)
         elif name in NUMBERS:
             _check_finite_number(name, value)
-        elif name == "entropy_bonus":
+        elif name in ("entropy_bonus", "replay_sampling"):
             check_flag(name, value)
+        elif name == "packing":
+            check_packing(value)
+        elif name == "max_tokens":
+            check_count(name, value, least=1)
+
+
+def check_denominator(aggregation: str | None, max_tokens: int | None) -> None:
+    """Checks that a loss is divided by the longest response, or by something else.
+
+    Raises:
+        ConfigurationError: if only one of the two is given that say so.
+
+    Examples:
+        >>> check_denominator("constant", 1024)
+        >>> check_denominator("token_mean", None)
+    """
+    if (aggregation == "constant") is not (max_tokens is not None):
+        raise ConfigurationError(
+            f"aggregation={aggregation!r} and max_tokens={max_tokens} do not fit: give "
+            f"aggregation='constant' and the longest response, or neither."
+        )
 
 
 def _check_clip_epsilon(value: Any) -> None:

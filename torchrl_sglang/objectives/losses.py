@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from tensordict import NestedKey, TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.modules import LLMMaskedCategorical
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import CISPOLoss as TorchRLCISPOLoss
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
@@ -36,7 +35,10 @@ from torchrl_sglang.objectives.correct import (
     scale_advantage,
 )
 from torchrl_sglang.objectives.formulas import masked_mean
-from torchrl_sglang.objectives.loss_arguments import check_loss_arguments
+from torchrl_sglang.objectives.loss_arguments import (
+    check_denominator,
+    check_loss_arguments,
+)
 from torchrl_sglang.objectives.packing import (
     PackedTokens,
     Packing,
@@ -52,7 +54,7 @@ from torchrl_sglang.objectives.support import (
     replays_sampling,
     warn_of_sampling,
 )
-from torchrl_sglang.support.checks import check_count, check_flag, check_keywords
+from torchrl_sglang.support.checks import check_keywords
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
@@ -66,6 +68,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
       with one long sequence has a weaker KL penalty;
     - an advantage per token is padded on the left in a ragged batch, as log-probs are;
       TorchRL pads it on the right, where it meets other tokens;
+    - ``kl_approx`` is the mean of :math:`-\log r`, with the ratio :math:`r` that the
+      loss is of: a correction's old policy is what it compares with;
     - ``kl_mask_threshold`` masks tokens with
       :math:`\frac12 \log^2(\pi_\theta / \pi_{rollout})` above it. TorchRL computes the
       same and documents the reference policy;
@@ -156,16 +160,16 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         **kwargs: Any,
     ) -> None:
         check_keywords(type(self).__name__, kwargs, TorchRLGRPOLoss)
-        check_loss_arguments(kwargs)
+        check_loss_arguments(
+            {
+                **kwargs,
+                "max_tokens": max_tokens,
+                "packing": packing,
+                "replay_sampling": replay_sampling,
+            }
+        )
         super().__init__(actor_network, **kwargs)
-        if (self.aggregation == "constant") is not (max_tokens is not None):
-            raise ConfigurationError(
-                f"aggregation={self.aggregation!r} and max_tokens={max_tokens} do not "
-                f"fit: give aggregation='constant' and the longest response, or "
-                f"neither."
-            )
-        if max_tokens is not None:
-            check_count("max_tokens", max_tokens, least=1)
+        check_denominator(self.aggregation, max_tokens)
         self.max_tokens = max_tokens
         self.correction = None if correction is None else as_config(correction)
         if self.correction is not None and not (
@@ -180,7 +184,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.version_key = version_key
         self.consumer_version = consumer_version
         self.packing = packing
-        self.replay_sampling = check_flag("replay_sampling", replay_sampling)
+        self.replay_sampling = replay_sampling
         other = "" if self._reads_tokens() else "the actor is not one of tokens"
         self.padded_because = prepare_packing(
             getattr(self.actor_network, "model", None), packing, other
@@ -249,7 +253,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 f"{self.tensor_keys.action!r}; compute the advantage first, for "
                 f"instance with MCAdvantage."
             )
-        log_weight, dist, kl_approx, mask = self._log_weight(
+        log_weight, dist, _, mask = self._log_weight(
             batch, adv_shape=advantage.shape[:-1]
         )
         if self.on_scored is not None:
@@ -282,7 +286,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             ).unsqueeze(-1)
         self._tokens, self._mask = dist.mask, mask
         output = self._policy_terms(log_weight, log_prob, advantage, mask, batch)
-        output["kl_approx"] = masked_mean(kl_approx.detach().squeeze(-1), mask)
+        output["kl_approx"] = masked_mean(-log_weight.detach().squeeze(-1), mask)
         output |= self._entropy_terms(dist, advantage, mask, batch)
         output |= self._kl_terms(batch, log_prob.squeeze(-1), mask)
         return self.output_type.from_tensordict(TensorDict(output))
@@ -445,30 +449,12 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         assert attention is not None
         mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
         sampling = self.sampling_of(tensordict)
+        wanted: dict[str, Any] = {"entropy": self.entropy_bonus, "sampling": sampling}
         if self.packs:
-            found = packed_terms(
-                actor.model,
-                tokens,
-                attention,
-                mask,
-                entropy=self.entropy_bonus,
-                sampling=sampling,
-            )
-            return found.log_prob, found, False
-        _, logits = actor._model_forward_with_padded_sequences(
-            tokens,
-            attention,
-            pad_val=padding,
-            logits_only=True,
-            **actor.generate_kwargs,
-        )
-        if sampling is not None:
-            found = padded_terms(
-                logits, tokens, mask, sampling, entropy=self.entropy_bonus
-            )
-            return found.log_prob, found, False
-        dist = LLMMaskedCategorical(logits=logits, mask=mask)
-        return dist.log_prob(tokens), dist, False
+            found = packed_terms(actor.model, tokens, attention, mask, **wanted)
+        else:
+            found = padded_terms(actor, tokens, attention, mask, **wanted)
+        return found.log_prob, found, False
 
     def sampling_of(self, batch: TensorDictBase) -> Drawn | None:
         """Returns what the tokens of a batch were drawn from, if that is replayed."""

@@ -30,29 +30,45 @@ _DRAWN: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 
 
 def padded_terms(
-    logits: Tensor,
+    actor: TransformersWrapper,
     tokens: Tensor,
+    real: Tensor,
     mask: Tensor,
-    sampling: Drawn,
     *,
     entropy: bool = False,
+    sampling: Drawn | None = None,
 ) -> PackedTokens:
-    """Returns what a loss reads of padded logits, which have its gradient afterwards.
+    """Runs an actor's model on padded sequences, as :func:`.packed_terms` on a row.
+
+    Log-probs are computed in float32 whatever the type of the logits, in the memory of
+    the logits.
 
     Args:
-        logits: ``(sequences, longest, vocabulary)``; at each place those of its token.
-        tokens: ``(sequences, longest)``.
-        mask: which of them are wanted, likewise.
-        sampling: what all tokens were drawn from, likewise.
-        entropy: whether entropies are wanted.
+        actor: scores tokens.
+        tokens: ``(sequences, longest)``, padded on the left.
+        real: which of them are tokens, likewise.
+        mask: which of these are wanted, likewise.
+        entropy: whether entropies are.
+        sampling: what all tokens were drawn from, likewise. Defaults to None: the whole
+            vocabulary at temperature 1.
 
     Raises:
         ConfigurationError: if a wanted token is not in its support.
     """
-    drawn = sampling.of(mask, tokens)
-    drawn = None if drawn is None else drawn.place(mask)
+    _, logits = actor._model_forward_with_padded_sequences(
+        tokens,
+        real,
+        pad_val=actor.tokenizer.pad_token_id,
+        logits_only=True,
+        **actor.generate_kwargs,
+    )
+    # After the pass, which other ranks take part in: they are told of an error then.
+    drawn = None if sampling is None else sampling.of(mask, tokens)
     log_probs, entropies = token_terms(
-        logits.flatten(0, 1), tokens.flatten(), entropy=entropy, sampling=drawn
+        logits.flatten(0, 1),
+        tokens.flatten(),
+        entropy=entropy,
+        sampling=None if drawn is None else drawn.place(mask),
     )
     return PackedTokens(
         mask=mask,

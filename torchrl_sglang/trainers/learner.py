@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -36,7 +37,7 @@ from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
-from torchrl_sglang.objectives.sampling import replay_sampling
+from torchrl_sglang.objectives.sampling import padded_terms
 from torchrl_sglang.objectives.support import (
     SAMPLING_KEYS,
     Drawn,
@@ -54,7 +55,6 @@ from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import describe_rows
 
 TRAINING_KEYS = (
-    "query",
     "tokens",
     "masks",
     "log_probs",
@@ -64,7 +64,7 @@ TRAINING_KEYS = (
     EXPERTS,
     *SAMPLING_KEYS,
 )
-"""Columns of a batch that training reads, where it has them."""
+"""Columns of a batch that training reads beside the prompts, where it has them."""
 
 TRAIN_LOG_PROBS = "train_log_probs"
 REF_LOG_PROBS = ("next", "ref_log_probs")
@@ -102,6 +102,7 @@ class Learner:
         ranks: of the trainer. Defaults to this process alone.
         recorder (RunRecorder, optional): records the trainer's log-probs of the tokens
             that this rank trains on.
+        query_key: column of the prompts, which messages name. Defaults to ``"query"``.
 
     Examples:
         >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
@@ -129,6 +130,7 @@ class Learner:
         autocast: bool = False,
         ranks: TrainerRanks | None = None,
         recorder: RunRecorder | None = None,
+        query_key: str = "query",
     ) -> None:
         for name, count, least in (
             ("minibatches", minibatches, 1),
@@ -154,6 +156,7 @@ class Learner:
         self.schedule = schedule
         self.ranks = ranks or TrainerRanks()
         self.recorder: RunRecorder | RankScores | None = recorder
+        self.query_key = query_key
         self.skipped = 0
         self.steps = 0
         self._correct = correct
@@ -259,7 +262,7 @@ class Learner:
             )
         if not hasattr(self.loss, "sampling_of"):
             warn_of_sampling(batch)
-        return batch.select(*TRAINING_KEYS, strict=False)
+        return batch.select(self.query_key, *TRAINING_KEYS, strict=False)
 
     def _check_columns(self, rows: TensorDictBase) -> None:
         """Refuses what passes read of any rank's rows, before others wait in one."""
@@ -318,7 +321,7 @@ class Learner:
 
     def _add_gradient(self, minibatch: TensorDictBase) -> dict[str, float]:
         """Adds the gradient of a minibatch, in passes; returns metrics."""
-        rows = minibatch.exclude("query").to(self._device)
+        rows = minibatch.exclude(self.query_key).to(self._device)
         correcting: Any = contextlib.nullcontext()
         if self._one_pass:
             assert self._correct is not None
@@ -364,7 +367,8 @@ class Learner:
         """Takes no step, and says why; too many of these end the run."""
         self.optimizer.zero_grad()
         self.skipped += 1
-        message = f"No optimizer step: {reason} {describe_rows(minibatch)}"
+        rows = describe_rows(minibatch, self.query_key)
+        message = f"No optimizer step: {reason} {rows}"
         if self.skipped > self._max_skipped:
             raise NotFiniteError(
                 f"{message} These were {self.skipped} steps in a row, more than "
@@ -458,29 +462,23 @@ class Learner:
     def _score_padded(self, model: Any, inputs: TensorDictBase) -> Any:
         """Returns the log-probs of all tokens, a tensor for each row."""
         actor = scorer(model, self.actor.tokenizer)
-        if self._sampling_of(inputs) is not None:
-            with replay_sampling(actor):
-                return actor(inputs).get(("log_probs", "full"), as_list=True)
-        return actor(inputs).get(("log_probs", "full"), as_list=True)
+        tokens, real = _read_tokens(inputs, actor.tokenizer.pad_token_id)
+        # Nothing is before the first token of a sequence.
+        mask = real & (real.cumsum(-1) > 1)
+        sampling = self._sampling_of(inputs)
+        found = padded_terms(actor, tokens, real, mask, sampling=sampling)
+        return _cut_padding(found.log_prob, inputs)
 
     def _score_packed(self, model: Any, inputs: TensorDictBase) -> Any:
         """Returns the log-probs of the loss's tokens, a tensor for each row."""
-        tokens = read(inputs, TOKENS, padding_value=0)
-        real = read(inputs, ATTENTION_MASK, padding_value=False)
-        lengths = row_lengths(inputs, TOKENS)
-        assert tokens is not None
-        assert real is not None
-        assert lengths is not None
+        tokens, real = _read_tokens(inputs, 0)
         width = tokens.shape[1]
         mask = read_mask(inputs, self.loss.masking_strategy, width)
         if self._correct is not None:
             mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
         sampling = self._sampling_of(inputs)
-        found = packed_terms(model, tokens, real, mask, sampling=sampling).log_prob
-        return [
-            each[width - length :]
-            for each, length in zip(found, lengths.tolist(), strict=True)
-        ]
+        found = packed_terms(model, tokens, real, mask, sampling=sampling)
+        return _cut_padding(found.log_prob, inputs)
 
     def _autocast(self) -> Any:
         return torch.autocast(
@@ -528,3 +526,22 @@ class Learner:
                 rates = self.schedule.base_lrs
                 self.schedule.load_state_dict({**saved, "base_lrs": rates})
                 set_learning_rates(self.schedule)
+
+
+def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:
+    """Returns tokens padded on the left, and which of them are real."""
+    tokens = read(rows, TOKENS, padding_value=padding)
+    real = read(rows, ATTENTION_MASK, padding_value=False)
+    assert tokens is not None
+    assert real is not None
+    return tokens, real.bool()
+
+
+def _cut_padding(values: Tensor, rows: TensorDictBase) -> list[Tensor]:
+    """Returns the values of each row, which are padded on the left."""
+    lengths, width = row_lengths(rows, TOKENS), values.shape[1]
+    assert lengths is not None
+    return [
+        each[width - length :]
+        for each, length in zip(values, lengths.tolist(), strict=True)
+    ]

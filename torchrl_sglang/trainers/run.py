@@ -198,10 +198,14 @@ class Run:
         self.model = self._training.load(self.ranks)
         device = next(self.model.parameters()).device
         self._released = ReleasedMemory(self.ranks, gpu_memory(device))
+        reference = self._training.make_reference(self.model, self.ranks)
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
-        self.learner = self._training.make_learner(self.model, tokenizer, self.ranks)
+        self.learner = self._training.make_learner(
+            self.model, tokenizer, self.ranks, reference=reference
+        )
         self.learner.recorder = self._recorder_of_scores()
+        self.learner.query_key = self.query_key
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **self._weight_sync
         )

@@ -14,6 +14,7 @@ from helpers.torchrun import run_ranks
 from torchrl_sglang import GRPO, AsyncSGLang
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.objectives.routing import replay_of
+from torchrl_sglang.trainers.models import load_model
 
 PROGRAM = Path(__file__).with_name("train_program.py")
 NOISE = 0.05
@@ -112,6 +113,17 @@ def test_routers_that_differ(moe_engine, moe_path, tmp_path, metrics):
         run.learner.train(run.advantage(batch), 0)
     assert metrics[0]["train/flipped_experts"] > 0.01
     assert abs(metrics[0]["train/kl_approx"] - torch.cat(gaps).mean()) < 1e-4
+
+
+def test_the_reference_of_a_module_routes_by_itself(moe_engine, moe_path, tmp_path):
+    model = load_model(moe_path, device=torch.device("cpu"))
+    run = make(model, tmp_path, engine=moe_engine, kl_to_ref_coeff=0.1, steps=1)
+    with run:
+        reference = run.learner._reference
+        assert replay_of(run.model) is not None
+        assert replay_of(reference) is None
+        own, trained = ({*model.parameters()} for model in (reference, run.model))
+        assert not own & trained
 
 
 def test_what_is_refused(engine, tiny_model_path, tmp_path):
