@@ -61,7 +61,6 @@ from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count, check_flag
-from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 
@@ -522,14 +521,6 @@ class AsyncLLMCollector(GroupCollector):
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""
         self._versions.add_served(served)
-
-    def _refresh_weights(self) -> SyncReport | None:
-        """Sends weights that all servers have lost; ``None``: no scheme is attached.
-
-        :meth:`iterator` calls it while it waits; see
-        :meth:`.SGLangWeightSender.refresh`.
-        """
-        return None
 
     def _set_version(self) -> None:
         version = self._versions.current

@@ -50,6 +50,14 @@ class GroupCollector(BaseCollector):
             "{'policy': scheme}, or call attach_weight_sync(collector, scheme)."
         )
 
+    def _refresh_weights(self) -> SyncReport | None:
+        """Sends weights that all servers have lost; ``None``: no scheme is attached.
+
+        :meth:`iterator` calls it while it waits; see
+        :meth:`.SGLangWeightSender.refresh`.
+        """
+        return None
+
     @abc.abstractmethod
     def get_policy_version(self) -> int:
         """Returns the number of weight updates so far."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from torchrl.envs import EnvBase
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
+from torchrl_sglang.collectors.runtime.collection import ON_WAIT_SECONDS
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
@@ -162,7 +164,8 @@ class RayAsyncLLMCollector(GroupCollector):
         """
         seconds = self.timeouts.batch + CALL_TIMEOUT_SECONDS
         while True:
-            ended, packed = self._call("next", seconds=seconds)
+            answer = self._begin("next")
+            ended, packed = self._result(answer, seconds, self._refresh_weights)
             if ended:
                 return
             yield unpack(packed)
@@ -217,6 +220,9 @@ class RayAsyncLLMCollector(GroupCollector):
     def _served_next(self, served: str) -> None:
         self._call("call", "_served_next", served)
 
+    def _served_again(self, served: str) -> None:
+        self._call("call", "_served_again", served)
+
     def _update_failed(self, generated: bool) -> None:
         self._call("call", "_update_failed", generated)
 
@@ -232,13 +238,37 @@ class RayAsyncLLMCollector(GroupCollector):
         **kwargs: Any,
     ) -> Any:
         """Returns what a method of the actor returns, or raises its error."""
-        import ray
+        return self._result(self._begin(method, *args, **kwargs), seconds)
 
+    def _begin(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the actor, and returns a reference to its answer."""
         if not self._finalizer.alive:
             raise CollectionError("The collector was shut down; make a new one.")
-        answer = getattr(self._actor, method).remote(*args, **kwargs)
+        return getattr(self._actor, method).remote(*args, **kwargs)
+
+    def _result(
+        self,
+        answer: Any,
+        seconds: float,
+        on_wait: Callable[[], object] | None = None,
+    ) -> Any:
+        """Returns an answer of the actor, or raises its error.
+
+        Args:
+            answer: a reference.
+            seconds: to wait.
+            on_wait: called each second meanwhile, for what only this process can do.
+        """
+        import ray
+
+        deadline = time.monotonic() + seconds
         try:
-            return ray.get(answer, timeout=seconds)
+            while on_wait is not None and time.monotonic() < deadline:
+                if ray.wait([answer], timeout=ON_WAIT_SECONDS)[0]:
+                    break
+                on_wait()
+            left = max(deadline - time.monotonic(), 0.0)
+            return ray.get(answer, timeout=left)
         except ray.exceptions.GetTimeoutError as error:
             raise CollectionTimeoutError(
                 f"The collector's actor did not answer within {seconds:g} s. If it has "

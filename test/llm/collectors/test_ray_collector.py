@@ -6,8 +6,11 @@ import inspect
 import itertools
 import threading
 import time
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +78,27 @@ def test_the_same_methods_as_on_this_machine():
         method = here[name]
         assert inspect.signature(there[name]) == inspect.signature(method), name
         assert (there[name].__doc__ is None) == (method.__doc__ is None), name
+
+
+def test_weights_are_sent_again_while_a_batch_is_waited_for(monkeypatch):
+    """Servers that were all started again answer the actor only then."""
+    ray = pytest.importorskip("ray")
+    answer: Future[Any] = Future()
+
+    def wait(answers, timeout):
+        done, open_ = futures.wait(answers, timeout)
+        return [*done], [*open_]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda each, timeout: each.result(timeout))
+    collector = RayAsyncLLMCollector.__new__(RayAsyncLLMCollector)
+    collector.timeouts = CollectorTimeouts()
+    remote = SimpleNamespace(remote=lambda: answer)
+    collector._actor = SimpleNamespace(next=remote)
+    collector._finalizer = SimpleNamespace(alive=True)
+    collector._refresh_weights = lambda: answer.set_result((True, None))
+    assert list(collector.iterator()) == []
+    collector._finalizer.alive = False
 
 
 @pytest.mark.slow
