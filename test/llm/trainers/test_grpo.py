@@ -452,6 +452,7 @@ def test_parts_that_are_given(make, tmp_path):
     run = make(
         loss=make_loss,
         optimizer=make_optimizer,
+        lr=None,
         rewards=trl,
         advantage=lambda returns: returns - returns.amax(-1, keepdim=True),
         keep_group=has_variance,
@@ -511,7 +512,10 @@ def test_overlong_responses_are_punished():
         ({"correction": "decoupled"}, "decoupled"),
         ({"steps": 3, "epochs": 2}, "say twice when to end"),
         ({"colocated": True, "max_staleness": 1}, "max_staleness=1 has no use"),
-        ({"collector": lambda policy: None}, "rewards cannot be given beside it"),
+        (
+            {"collector": lambda policy: None},
+            "rewards and prompts cannot be given beside it",
+        ),
         ({"resume": "always"}, "resume"),
         ({"steps": None, "prompts": iter(PROMPTS), "epochs": 2}, "iterator ends"),
         ({"logger": "mlfow"}, "logger='mlfow' is not one of"),
