@@ -90,6 +90,7 @@ from torchrl_sglang.support.checks import (
 from torchrl_sglang.support.event_loop import (
     iterate,
     iterate_sync,
+    on_background_loop,
     run_async,
     run_sync,
     weakly,
@@ -902,6 +903,9 @@ class AsyncSGLang(TorchRLCalls):
     def _check_usable(self) -> None:
         self._check_open()
         self._fleet.state.check_awake()
+        if self._fleet.weights.second_hand and not on_background_loop():
+            # It may have been mended since this copy was made.
+            self.look_at_servers()
         if (reason := self._fleet.weights.inconsistent) is not None:
             raise WeightSyncStateError(
                 f"The weights on {self.server_url} are inconsistent: {reason} "
@@ -1104,9 +1108,9 @@ class AsyncSGLang(TorchRLCalls):
             return
         self._closed = True
         self._fleet.close()
-        self._resize.close()
-        self._supervisor.stop()
         try:
+            self._resize.close()
+            self._supervisor.stop()
             if self._drafts is not None:
                 run_sync(self._drafts.close())
             run_sync(self._dispatcher.in_flight.close())

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -230,7 +230,9 @@ class _UpdateSession:
                 f"it was trained on: {problem}"
             )
         with self.phase("send"):
-            return self.transport.send(weights, version=self.version)
+            count = self.transport.send(weights, version=self.version)
+        self.update.replaced_adapter()
+        return count
 
     def replace(self, weights: UpdateContent, *, checkpoint: bool) -> int:
         """Replaces the served weights; a failure leaves the servers safe."""
@@ -266,14 +268,23 @@ class _UpdateSession:
                 f"generates while {', '.join(sorted(self.engine.asleep))} is asleep."
             )
             return
+        adapter_only = self.transport.adapter_only
         with self.phase("verify"):
             try:
                 check()
             except BaseException as error:
-                self.update.mark_inconsistent(_text(error))
-                if not self.transport.adapter_only:
+                self.update.mark_inconsistent(_text(error), base_intact=adapter_only)
+                if not adapter_only:
                     self._stay_paused()
-                raise
+                if not isinstance(error, ServerError):
+                    raise
+                raise WeightTransferError(
+                    f"Weights of version {self.version} were sent, and servers could "
+                    f"not be asked whether they have them: {error} The engine refuses "
+                    f"to generate until a weight update succeeds; send the weights "
+                    f"again.",
+                    untouched=False,
+                ) from error
 
     def _pause(self) -> None:
         if self.pause_mode == "retract" and not self.control.paused:
@@ -386,7 +397,11 @@ class _UpdateSession:
                 time.sleep(TAKE_OVER_POLL_SECONDS)
                 continue
             closed = True
-            run_sync(self.control.end_weight_update(timeout=self.timeout, urls=waiting))
+            # Its sender may have closed it just now.
+            with suppress(RequestRefusedError):
+                run_sync(
+                    self.control.end_weight_update(timeout=self.timeout, urls=waiting)
+                )
 
     def _open_sessions(
         self, urls: list[str], timeout: float

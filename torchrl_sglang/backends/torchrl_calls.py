@@ -149,13 +149,21 @@ class TorchRLCalls(RLSGLangEngine):
             The weight version that the servers report from now on.
 
         Raises:
-            WeightSyncStateError: if a request or another update runs.
-            ServerError: if a server did not receive it. Generation is refused until an
-                update succeeds.
+            WeightSyncStateError: if a request or another update runs, or if an earlier
+                update left a mix of weights, which one tensor does not mend.
+            WeightTransferError: if a server did not receive it. Generation is refused
+                until an update of all tensors succeeds.
         """
         tensor = _Announced(name=name, dtype=dtype, shape=torch.Size(shape))
         transfer = _Broadcast(self, check_seconds("timeout", timeout))
         with self.weight_update() as update:
+            if update.was_inconsistent:
+                raise WeightSyncStateError(
+                    f"Servers may hold a mix of weights, which {name!r} alone does not "
+                    f"mend; send all of them, "
+                    f"SGLangWeightSyncScheme(engine).create_sender()"
+                    f".update_weights(model), or call its recover()."
+                )
             current = run_sync(self.control.weight_versions())
             version = next_version([*current, self.weight_version, self.newest_version])
             try:

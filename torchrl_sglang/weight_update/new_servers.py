@@ -19,6 +19,7 @@ from torchrl_sglang.errors import (
     RequestRefusedError,
     SGLangError,
     WeightMismatchError,
+    WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import SyncReport
@@ -99,7 +100,12 @@ def _compare(
 ) -> None:
     """Compares new servers with one that serves; see :func:`fill`."""
     waits = set(new.control.urls)
-    url = next(each for each in serving.control.urls if each not in waits)
+    url = next((each for each in serving.control.urls if each not in waits), None)
+    if url is None:
+        raise WeightTransferError(
+            f"No server is left that {', '.join(new.control.urls)} could be compared "
+            f"with. {_WAITS}"
+        )
     _compare_values(new, serving, url, comparable(weights.specs))
     prompts = choose_prompts(new.capabilities, version)
     (scores,) = run_sync(

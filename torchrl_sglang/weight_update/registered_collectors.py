@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,8 +33,8 @@ class RegisteredCollectors:
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
         self._known: list[Callable[[], Any]] = []
-        self._told: str | None = None
-        """Version that collectors were told last, of this update."""
+        self._this_call = threading.local()
+        """``told``: the version that this thread's update has announced last."""
 
     def register(self, collector: Any) -> None:
         """Adds a collector."""
@@ -53,15 +54,16 @@ class RegisteredCollectors:
     @contextmanager
     def announced(self) -> Iterator[None]:
         """Tells collectors what becomes of what was announced if the update fails."""
-        self._told = None
+        self._this_call.told = None
         try:
             yield
         except BaseException:
-            # Its commit comes before servers generate with it.
-            generated = self._told is not None and (
-                self._told == self._scheme.engine.weight_version
-            )
-            self._tell("_update_failed", generated)
+            told = self._this_call.told
+            # One that was refused has announced nothing: another may be under way.
+            if told is not None:
+                # Its commit comes before servers generate with it.
+                generated = told == self._scheme.engine.weight_version
+                self._tell("_update_failed", generated)
             raise
 
     def announce(self, version: str) -> None:
@@ -69,7 +71,7 @@ class RegisteredCollectors:
 
         They generate with them before the update is counted.
         """
-        self._told = version
+        self._this_call.told = version
         self._tell("_served_next", version)
 
     def count(self, report: SyncReport, counts_itself: Any = None) -> None:

@@ -227,10 +227,11 @@ class SGLangWeightSender:
             Where a model is spread over ranks (FSDP2's ``fully_shard``, or DTensors
             otherwise), **every** rank of its mesh calls this. They gather one bucket
             at a time; the first rank sends it, and needs the servers; all return its
-            report or raise its error. The process group's own timeout must be at least
-            ``send_timeout``. With DistributedDataParallel every rank may call, and rank
-            0 sends: the others return a report with ``transport="none"`` at once,
-            unless they have started servers of their own or give ``ddp.module``.
+            report or raise its error. The process group's own timeout must be longer
+            than ``send_timeout`` and ``restart_timeout`` together, for which others may
+            wait for the first rank. With DistributedDataParallel every rank may call,
+            and rank 0 sends: the others return a report with ``transport="none"`` at
+            once, unless they have started servers of their own or give ``ddp.module``.
             An :class:`.AsyncLLMCollector` on another rank would not learn the versions
             that rank 0 sends, and is refused.
 
@@ -297,7 +298,8 @@ class SGLangWeightSender:
 
         That is so when all servers have ended and this engine has started them again:
         they generate only after a weight update. An :class:`.AsyncLLMCollector` calls
-        it while the trainer waits for a batch. It counts no policy version.
+        it while the trainer waits for a batch. It counts no policy version, unless the
+        model was trained since the last update: these weights are a new one.
 
         Returns:
             SyncReport | None: ``None`` if nothing was to be sent, or the weights of the
@@ -311,8 +313,12 @@ class SGLangWeightSender:
         torchrl_logger.warning(
             "All servers were started again, so that they are sent the weights again."
         )
+        given = unwrap(model)
+        if self._sent_state != self._state(given.weights):
+            return self._update(model, verify=False)
         with self._totals.counting_failures():
-            report = self._send_until(unwrap(model), verify=False, counts=False)
+            report = self._send_until(given, verify=False, counts=False)
+        self._last_report = report
         self._totals.add(report)
         self._collectors.served_again(report.version)
         return report
@@ -346,7 +352,7 @@ class SGLangWeightSender:
         """
         engine, report = self._engine, self._last_report
         engine.look_at_servers()
-        with engine.new_servers() as new:
+        with engine.new_servers() as new, self._totals.counting_failures():
             if new is None:
                 return None
             self._check_unchanged()
@@ -616,6 +622,8 @@ class SGLangWeightSender:
         """
         engine, pause_mode = self._engine, self._options.pause_mode
         checkpoint_path(engine)
+        # From here on the servers have others than the registered model's.
+        self._sent_registered = False
         with engine.weight_update():
             # No update is in flight.
             self.shutdown()
@@ -637,6 +645,7 @@ class SGLangWeightSender:
                     weights,
                     version=version,
                     pause_mode="retract" if pause_mode == "none" else pause_mode,
+                    control_timeout=self._options.control_timeout,
                     held=update,
                     checkpoint=True,
                     draft=self._options.draft,

@@ -510,13 +510,10 @@ class Supervisor:
                 if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
                     return
                 found = start()
-                if found is old:
-                    raise ServerStartError(
-                        "The launcher returned the handle of the earlier start; each "
-                        "start needs one of its own."
-                    )
+                _check_new(found, old)
                 self._starting[what] = found
-                found.wait_ready()
+                if not self._stopped.is_set():
+                    found.wait_ready()
                 fleet = self._fleet()
                 if fleet is None or self._stopped.is_set():
                     found.stop()
@@ -537,6 +534,14 @@ class Supervisor:
             self.begin(at_once=True)
 
         threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()
+
+
+def _check_new(handle: Any, old: Any) -> None:
+    if handle is old:
+        raise ServerStartError(
+            "The launcher returned the handle of the earlier start; each start needs "
+            "one of its own."
+        )
 
 
 def _is_elsewhere(handle: ServerHandle | None) -> bool:

@@ -319,7 +319,9 @@ class Fleet:
             urls = [REMOVED] * state.next_rank
             for each in state.replicas:
                 mark = LEAVING if each.state == "leaving" else ""
-                urls[each.rank] = f"{each.url}{mark}" if each.runs else ""
+                # Copies would not know whose weights a foreign one has.
+                told = each.runs and not each.foreign_version
+                urls[each.rank] = f"{each.url}{mark}" if told else ""
             self.directory.publish(urls)
 
     def close(self) -> None:
@@ -342,7 +344,7 @@ class Fleet:
         return {
             "replicas": [replica.without_handle() for replica in state.replicas],
             "known": {
-                "weights": replace(state.weights, abort_epoch=0),
+                "weights": state.weights.for_copy(),
                 "adapters": state.adapters.for_copy(),
                 "asleep": state.asleep,
                 "closed": state.closed,

@@ -173,7 +173,9 @@ class RestartNoticed(Event):
         replica = step.state.find(self.rank)
         if replica is None:
             return
-        replica = step.put(replica, start_id=self.start_id, restarted=True)
+        replica = step.put(
+            replica, start_id=self.start_id, restarted=True, released=frozenset()
+        )
         if replica.state == "serving":
             step.move(replica, "stale", step.state.why_stale(replica))
 
@@ -372,7 +374,7 @@ class UpdateEnded(Event):
             return
         updated = dict(step.state.updating)
         step.set(updating=None)
-        if any(updated.get(r.url, self) is not r.handle for r in step.state.running):
+        if updated != {each.url: each.handle for each in step.state.running}:
             # The update may have formed its process group after it had joined.
             step.set(weights=step.state.weights.begin_membership_epoch())
         for replica in step.state.running if self.version is not None else ():

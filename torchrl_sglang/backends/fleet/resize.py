@@ -95,7 +95,8 @@ class Resize:
                 f"and {', '.join(urls)} run elsewhere; leave it out."
             )
         replicas = run_sync(self._ask(urls))
-        return self._join(replicas)
+        self._fleet.apply(Joined(replicas=tuple(replicas)))
+        return self._look_at(replicas)
 
     def _start(
         self, count: int, cuda_devices: Sequence[object] | None
@@ -119,12 +120,14 @@ class Resize:
         try:
             replicas = start_more(count, cuda_devices=cuda_devices, begun=begin)
             try:
-                return self._join(replicas)
+                self._fleet.apply(Joined(replicas=tuple(replicas)))
             except BaseException:
                 stop_all(begun)
                 for replica in replicas:
                     _release(replica)
                 raise
+            # They are the engine's now, also if this is interrupted.
+            return self._look_at(replicas)
         except NotStartedError:
             # They are stopped when the engine is.
             check_can_join(self._fleet.state, ())
@@ -150,9 +153,9 @@ class Resize:
 
         return await fan_out(ask, urls)
 
-    def _join(self, replicas: Sequence[Replica]) -> tuple[str, ...]:
+    def _look_at(self, replicas: Sequence[Replica]) -> tuple[str, ...]:
+        """Lets servers that have joined serve, if they may; returns their addresses."""
         urls = tuple(replica.url for replica in replicas)
-        self._fleet.apply(Joined(replicas=tuple(replicas)))
         self._fleet.drop_remote_router()
         run_sync(self._poll())
         for replica in self._fleet.replicas:
@@ -203,6 +206,12 @@ class Resize:
         except BaseException:
             fleet.apply(LeaveGivenUp(ranks=ranks))
             raise
+        # To its end, also if the caller is interrupted.
+        await asyncio.shield(asyncio.ensure_future(self._end(leaving, handles)))
+
+    async def _end(
+        self, leaving: Sequence[Replica], handles: list[ServerHandle]
+    ) -> None:
         await asyncio.to_thread(stop_all, handles)
         for replica in leaving:
             await asyncio.to_thread(_release, replica)

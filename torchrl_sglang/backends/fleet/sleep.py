@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from torchrl_sglang.backends.client.capabilities import sleep_obstacles
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.fleet.membership import Fleet
-from torchrl_sglang.backends.fleet.reconcile import FellAsleep, WokeUp
+from torchrl_sglang.backends.fleet.reconcile import FellAsleep, RestartNoticed, WokeUp
 from torchrl_sglang.backends.fleet.replica import Replica, format_tags
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -161,6 +162,7 @@ class SleepControl:
 
     async def _resume(self, tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
+        await self._notice_restarts()
         ranks = [each.rank for each in fleet.state.running if each.released & tags]
         failures = await self._each("resume", ranks, tags)
         before = fleet.asleep
@@ -188,6 +190,26 @@ class SleepControl:
                     "wake_up() again.",
                     partly=error.partly,
                 ) from error
+
+    async def _notice_restarts(self) -> None:
+        """Finds servers that their owner has started again: they have their memory.
+
+        SGLang ends when it is told to take back what it has not released.
+        """
+
+        async def ask(replica: Replica) -> None:
+            with suppress(SGLangError):
+                found = await self._control.start_id(replica.url)
+                if found and found != replica.start_id:
+                    event = RestartNoticed(rank=replica.rank, start_id=found)
+                    self._fleet.apply(event)
+
+        asked = [
+            each
+            for each in self._fleet.state.running
+            if each.handle is None and each.start_id and each.released
+        ]
+        await fan_out(ask, asked)
 
     async def _each(
         self,

@@ -111,7 +111,8 @@ class FleetState:
 
     @property
     def to_poll(self) -> list[Replica]:
-        """Servers that are out of rotation or suspected.
+        """Servers that are out of rotation or suspected, or all, of a copy that waits
+        for the end of a mix of weights.
 
         Not those that this engine started and that ended: they are started again.
         """
@@ -122,6 +123,7 @@ class FleetState:
             or (replica.state == "down" and not self.owns(replica))
             or (replica.state == "serving" and replica.suspected)
             or replica.unreachable
+            or (replica.state == "serving" and self.weights.second_hand)
         ]
 
     @property
@@ -147,7 +149,8 @@ class FleetState:
         """Whether servers should generate: nothing updates, pauses or releases them."""
         stopped = self.paused or self.draining or self.asleep
         updating = self.updating is not None
-        return not (stopped or updating or self.weights.inconsistent)
+        mixed = self.weights.inconsistent and not self.weights.second_hand
+        return not (stopped or updating or mixed)
 
     @property
     def may_look(self) -> bool:
@@ -215,9 +218,11 @@ class FleetState:
     def base_problem(self) -> str | None:
         """Reason why adapters must not be trained over the servers' weights."""
         now = self.weights
-        if now.inconsistent is not None:
+        if now.inconsistent is not None and not now.base_intact:
             return f"The weights of the servers are inconsistent: {now.inconsistent}"
-        if any(replica.state == "stale" for replica in self.replicas):
+        stale = (each for each in self.replicas if each.state == "stale")
+        # Others wait for their adapters alone.
+        if any(each.version != now.version for each in stale):
             return "A server that was started again holds other weights than the rest."
         if now.version != now.checkpoint_version:
             return (

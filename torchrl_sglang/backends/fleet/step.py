@@ -99,6 +99,7 @@ class Step:
             restarted=restarted,
             held_adapters=frozenset(),
             version="",
+            released=frozenset() if restarted else replica.released,
         )
         return self.move(replica, "stale", reason)
 

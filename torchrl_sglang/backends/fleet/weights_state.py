@@ -32,6 +32,10 @@ class ServedWeights:
     """Version of the checkpoint that the servers started with; ``None``: unknown."""
     inconsistent: str | None = None
     """Reason why the servers may hold a mix of weights; ``None``: consistent."""
+    base_intact: bool = False
+    """Only an adapter is wrong, which the next one replaces."""
+    second_hand: bool = False
+    """Another engine object found it, and mends it."""
     abort_epoch: int = 0
     """Number of times that in-flight requests were aborted, to be sent again."""
     membership_epoch: int = 0
@@ -57,11 +61,21 @@ class ServedWeights:
         """Takes over a version that a server reports, if it is newer."""
         if version_order(version) <= version_order(self.version):
             return self
-        return replace(self.reserve(version), version=version)
+        now = replace(self.reserve(version), version=version)
+        mended = version_order(version) > version_order(self.newest)
+        return now.mark_inconsistent(None) if self.second_hand and mended else now
 
-    def mark_inconsistent(self, reason: str | None) -> ServedWeights:
+    def mark_inconsistent(
+        self, reason: str | None, *, base_intact: bool = False
+    ) -> ServedWeights:
         """Sets why the servers may hold a mix of weights, or ``None``."""
-        return replace(self, inconsistent=reason)
+        return replace(
+            self, inconsistent=reason, base_intact=base_intact, second_hand=False
+        )
+
+    def for_copy(self) -> ServedWeights:
+        """Returns what a copy in another process knows: it has sent no request."""
+        return replace(self, abort_epoch=0, second_hand=self.inconsistent is not None)
 
     def abort_requests(self) -> ServedWeights:
         """In-flight requests are about to be aborted: they go on, or are sent again."""
@@ -76,10 +90,9 @@ class ServedWeights:
     ) -> ServedWeights:
         """Every server holds this version."""
         return replace(
-            self.reserve(version),
+            self.reserve(version).mark_inconsistent(None),
             version=version,
             checkpoint_version=version if checkpoint else self.checkpoint_version,
-            inconsistent=None,
             in_place_versions=self.in_place_versions.union([version] * in_place),
             clean_versions=self.clean_versions.union([version] * flushed),
         )
@@ -134,7 +147,7 @@ class WeightUpdate:
         gate: RequestGate,
     ) -> None:
         self._change = change
-        self._reason_before = before.inconsistent
+        self._before = before
         self._gate = gate
         self._in_place = self._flushed = False
         self.version: str | None = None
@@ -143,7 +156,7 @@ class WeightUpdate:
     @property
     def was_inconsistent(self) -> bool:
         """Whether an earlier update left a mix of old and new weights."""
-        return self._reason_before is not None
+        return self._before.inconsistent is not None and not self._before.base_intact
 
     def commit(self, version: str, *, checkpoint: bool = False) -> None:
         """Every server holds this version; call it before generation resumes.
@@ -156,19 +169,29 @@ class WeightUpdate:
 
     def abort(self) -> None:
         """The servers hold what they held when the update began."""
-        self._end(self._reason_before)
+        before = self._before
+        self._end(before.inconsistent, base_intact=before.base_intact)
 
     def reserve(self, version: str) -> None:
         """Keeps later updates from reusing a version that a server may have taken."""
         self._change(lambda now: now.reserve(version))
 
-    def mark_inconsistent(self, reason: str) -> None:
-        """The servers may hold a mix of old and new weights: refuse to generate."""
-        self._end(reason)
+    def mark_inconsistent(self, reason: str, *, base_intact: bool = False) -> None:
+        """The servers may hold a mix of old and new weights: refuse to generate.
 
-    def _end(self, reason: str | None) -> None:
-        self._change(partial(ServedWeights.mark_inconsistent, reason=reason))
-        self._gate.open()
+        ``base_intact``: only an adapter is wrong, which the next one replaces.
+        """
+        self._end(reason, base_intact=base_intact)
+
+    def replaced_adapter(self) -> None:
+        """Requests carry a new adapter, in place of one that was wrong."""
+        if self._before.base_intact:
+            self._end(None)
+
+    def _end(self, reason: str | None, *, base_intact: bool = False) -> None:
+        # Requests stay held until the servers are paused, or generate.
+        mark = ServedWeights.mark_inconsistent
+        self._change(partial(mark, reason=reason, base_intact=base_intact))
 
     def aborts_requests(self) -> None:
         """In-flight requests are about to be aborted: they go on, or are sent again."""

@@ -128,6 +128,12 @@ class TemperatureProbe:
         """Returns the answer of all servers; ``None`` if they do not agree."""
         epoch = self._fleet.membership_epoch
         if self._found is None or self._found[0] != epoch:
+            try:
+                async with asyncio.timeout(seconds_left(deadline)):
+                    # Servers answer nothing during a weight update.
+                    await self._fleet.gate.passed()
+            except TimeoutError:
+                return None
             urls = self._fleet.serving
             found = await asyncio.gather(*(self._probe(url, deadline) for url in urls))
             if None in found or not urls:

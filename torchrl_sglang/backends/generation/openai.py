@@ -68,6 +68,10 @@ async def post_openai(
         if not isinstance(reply, dict):
             raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
         check_answered(content, reply, url)
+        found = (reply.get("metadata") or {}).get("weight_version")
+        if isinstance(found, str):
+            # Another engine object may have sent newer weights: the next key is theirs.
+            dispatcher.fleet.change_weights(lambda weights: weights.observe(found))
         return reply
 
     with dispatcher.in_flight.registered([ticket]):

@@ -134,7 +134,8 @@ class DiskTransport(WeightTransport):
                 if version == UNPROVEN:
                     # The others have these weights in a checkpoint of their own.
                     self._remove(folder)
-            self._remove_old()
+                # Also of updates that failed.
+                self._remove_old()
         finally:
             if lock is not None:
                 os.close(lock)

@@ -9,7 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_sglang.backends.lora.names import check_name
-from torchrl_sglang.errors import ConfigurationError, SGLangError, WeightTransferError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    SGLangError,
+    WeightMismatchError,
+    WeightTransferError,
+)
 from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
@@ -72,6 +77,8 @@ class LoraTransport(WeightTransport):
                 default=True,
                 timeout=self._options.send_timeout,
             )
+        except WeightMismatchError:
+            raise
         except SGLangError as error:
             raise WeightTransferError(
                 f"The LoRA adapter was not published as version {version!r}: {error} "
