@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -325,6 +327,50 @@ def test_the_engine_ends_while_a_server_is_added(engine, launcher):
     assert [each.state for each in launcher.handles] == ["stopped"] * 3
     with pytest.raises(ServerUnavailableError, match="was shut down"):
         engine.add_servers(1)
+
+
+def test_servers_that_joined_stay_where_the_call_is_interrupted(
+    engine, launcher, monkeypatch
+):
+    class Interrupted(BaseException):
+        pass
+
+    async def interrupt() -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._resize, "_poll", interrupt)
+        with pytest.raises(Interrupted):
+            engine.add_servers(1)
+    assert [each.state for each in launcher.handles] == ["ready"] * 3
+    assert launcher.removed == []
+    engine.look_at_servers()
+    assert set(states(engine).values()) == {"serving"}
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_removal_that_is_interrupted_is_done(engine, launcher):
+    """The place of a server is free again when it has ended."""
+    handle = launcher.handles[1]
+    begun, stop = threading.Event(), handle.stop
+
+    def stop_slowly() -> None:
+        begun.set()
+        time.sleep(0.5)
+        stop()
+
+    def interrupt() -> None:
+        begun.wait(SECONDS)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handle.stop = stop_slowly
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.remove_servers(handle.url, drain_timeout=0)
+    thread.join()
+    until(lambda: launcher.removed == [1])
+    assert handle.state == "stopped"
 
 
 def test_two_add_at_once(engine, launcher):

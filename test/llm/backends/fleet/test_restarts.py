@@ -84,10 +84,9 @@ def ways(request: pytest.FixtureRequest, starts: list[Handle]) -> dict[str, Any]
 
 
 @pytest.fixture
-def fleet(
+def supervised(
     starts: list[Handle], ways: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Fleet]:
-    """A server that is started again once at most, and one that runs."""
+) -> Iterator[tuple[Fleet, Supervisor]]:
     for name in ("FIRST_RESTART_SECONDS", "CHECK_SECONDS"):
         monkeypatch.setattr(loops, name, 0.01)
 
@@ -118,8 +117,14 @@ def fleet(
     # Nothing is polled.
     fleet.paused = True
     starts[0].state = "dead"
-    yield fleet
+    yield fleet, supervisor
     supervisor.stop()
+
+
+@pytest.fixture
+def fleet(supervised: tuple[Fleet, Supervisor]) -> Fleet:
+    """A server that is started again once at most, and one that runs."""
+    return supervised[0]
 
 
 def test_a_start_that_a_sleep_cancels_does_not_count(fleet, starts):
@@ -182,3 +187,23 @@ def test_a_server_that_cannot_be_located_is_stopped(fleet, starts):
 def test_a_launcher_that_returns_the_same_handle(fleet, starts):
     until(lambda: first(fleet).state == "lost")
     assert "the handle of the earlier start" in first(fleet).reason
+
+
+def slow_start(starts: list[Handle]) -> dict[str, Any]:
+    def restart() -> Handle:
+        starts.append(Handle())
+        while not getattr(starts[0], "closed", False):
+            time.sleep(0.01)
+        return starts[-1]
+
+    return {"restart": restart}
+
+
+@pytest.mark.parametrize("ways", [slow_start], indirect=True)
+def test_a_start_that_outlasts_the_engine_is_stopped(supervised, starts, monkeypatch):
+    """Nobody waits until the server is ready."""
+    until(lambda: len(starts) == 2)
+    monkeypatch.setattr(loops, "STOP_SECONDS", 0.05)
+    supervised[1].stop()
+    starts[0].closed = True
+    until(lambda: starts[1].state == "stopped")

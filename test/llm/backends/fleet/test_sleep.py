@@ -500,6 +500,17 @@ def test_servers_of_which_one_cannot_sleep(tiny_model_path, two):
         AsyncSGLang.connect(urls=[two[0].url, plain.url])
 
 
+def test_a_server_that_its_owner_starts_again_meanwhile(two, pair):
+    """It has released nothing: SGLang ends when it is told to take that back."""
+    pair.sleep("kv_cache")
+    two[1].die()
+    two[1].restart()
+    pair.wake_up()
+    assert sent(two, RESUME) == [1, 0]
+    assert not pair.asleep
+    assert len(pair.generate(input_ids=[PROMPT] * 4)) == 4
+
+
 def test_ctrl_c_while_requests_are_waited_for(two, interruptible):
     fake = two[0]
     with (
