@@ -80,14 +80,15 @@ class SchemeOptions(TransportOptions):
             **self._shared,
         )
         self._set("transport_options", given)
-        if self.weight_loader == "traced" and self.transport in (
-            "delta",
-            "disk",
-            "lora",
+        # A directory decides what "auto" is.
+        files = self.transport == AUTO and "directory" in given
+        if self.weight_loader == "traced" and (
+            files or self.transport in ("delta", "disk", "lora")
         ):
+            name = "disk" if files else self.transport
             raise ConfigurationError(
                 f"weight_loader='traced' is for transport='broadcast' and 'cuda_ipc', "
-                f"and transport={self.transport!r} does not use it; leave it out."
+                f"and transport={name!r} does not use it; leave it out."
             )
         seconds = check_seconds("control_timeout", self.control_timeout)
         self._set("control_timeout", seconds)
@@ -95,6 +96,8 @@ class SchemeOptions(TransportOptions):
         self._set("verify", check_flag("verify", self.verify))
         # A copy is made of what is kept here, so that "auto" stays what it is.
         self._set("encoding", find_encoding(self.encoding) or AUTO_ENCODING)
+        if self.transport == "lora":
+            self._check_adapter_alone()
         known = (AUTO_ENCODING, *ENCODINGS.values())
         if self.verify and self.encoding not in known:
             raise ConfigurationError(
@@ -103,6 +106,17 @@ class SchemeOptions(TransportOptions):
             )
         if self.device is not None:
             self._set("device", _to_device(self.device))
+
+    def _check_adapter_alone(self) -> None:
+        """Refuses what is for whole weights."""
+        names: dict[Any, Any] = {each: name for name, each in ENCODINGS.items()}
+        encoding = names.get(self.encoding, self.encoding)
+        for name, value in (("encoding", encoding), ("draft", self.draft)):
+            if value not in ("auto", "keep"):
+                raise ConfigurationError(
+                    f"{name}={value!r} is for whole weights, and transport='lora' "
+                    f"sends an adapter alone; leave it out."
+                )
 
     @property
     def _shared(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import (
@@ -263,7 +264,9 @@ class SGLangWeightSender:
                 seconds=0.0,
             )
             return self._count(report, counts_itself)
-        verify = self._options.verify if verify is None else verify
+        if verify is None:
+            verify = self._options.verify
+        verify = check_flag("verify", verify)
         with self._totals.counting_failures(), span("weight_update") as traced:
             with self._collectors.announced():
                 report = self._send_until(given, verify)

@@ -424,6 +424,12 @@ def test_a_wrapper_is_read_through(sender, restored_engine, new_model, tokenizer
         *(({"directory": d}, "must be a folder") for d in ("", " ", 5, b"x")),
         *(({"device": d}, "device must be 'cpu'") for d in ("meta", "xpu0", True, 1.5)),
         *(({"adapter": a}, "name of a LoRA adapter") for a in ("", "a b", 3)),
+        ({"transport": "lora", "encoding": "fp8"}, "encoding='fp8'.* adapter alone"),
+        ({"transport": "lora", "draft": "update"}, "draft='update'.* adapter alone"),
+        (
+            {"directory": "somewhere", "weight_loader": "traced"},
+            "transport='disk' does not use it",
+        ),
     ],
 )
 def test_wrong_arguments(engine, arguments, words):
@@ -438,6 +444,11 @@ def test_wrong_arguments(engine, arguments, words):
 def test_what_is_no_engine(engine, words):
     with pytest.raises(ConfigurationError, match=words):
         SGLangWeightSyncScheme(engine)
+
+
+def test_whether_to_verify(sender, hf_model):
+    with pytest.raises(ConfigurationError, match="verify must be a bool, got 'no'"):
+        sender.update_weights(hf_model, verify="no")
 
 
 def test_an_inference_wrapper_is_not_what_is_trained(engine, tokenizer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 from yarl import URL
@@ -187,7 +187,7 @@ class LocalLauncher(Launcher):
         self.directory = self._directory = directory
         self._specs: dict[int, dict[str, Any]] = {}
         self._commands: dict[int, Command] = {}
-        self._adding = Lock()
+        self._adding = RLock()
         for rank, spec in enumerate(specs):
             try:
                 self._reserve(rank, spec)
@@ -235,7 +235,8 @@ class LocalLauncher(Launcher):
 
     def remove(self, rank: int) -> None:
         """Releases the GPUs of a server that was stopped, and the ports of another."""
-        self._specs.pop(rank, None)
+        with self._adding:
+            self._specs.pop(rank, None)
         if (command := self._commands.pop(rank, None)) is not None:
             command.release()
 
