@@ -23,6 +23,13 @@ from torchrl_sglang.backends.launch.watchdog import (
 )
 from torchrl_sglang.errors import ConfigurationError
 
+# Ray reads both when it is imported, as by TorchRL in the conftest.py of a folder.
+# Without a token it writes one into the user's home.
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+# Ray sets it in a process that starts a cluster: programs that were forked from one
+# that had not would have another.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -43,13 +50,8 @@ def pytest_collection_modifyitems(
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        # A worker inherits TORCHRL_SGLANG_PYTHON and the token.
+        # A worker inherits TORCHRL_SGLANG_PYTHON.
         return
-    # Without one, Ray writes one into the user's home.
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    # Ray sets it in a process that starts a cluster, and reads it when it is imported:
-    # programs that were forked from one that had not would have another.
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         cpu.engine_python()
     except ConfigurationError:

@@ -11,7 +11,6 @@ import torch
 from helpers.collecting import wait_until
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
-from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
@@ -325,6 +324,8 @@ LORA_SERVER = {
 
 
 def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
