@@ -52,11 +52,11 @@ TENSOR = "/update_weights_from_tensor"
 FAULTS = ("refuse", "fail", "stall", "late", "cut", "lose")
 
 
-def is_silent(url: str) -> bool:
+def is_silent(url: str, seconds: float = SILENCE) -> bool:
     """Whether a server gives no token within some time."""
     body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
     try:
-        requests.post(f"{url}/generate", json=body, timeout=SILENCE)
+        requests.post(f"{url}/generate", json=body, timeout=seconds)
     except requests.exceptions.ReadTimeout:
         return True
     return False
@@ -164,7 +164,7 @@ def fails(trainer, sender, model, *injections) -> WeightSyncError:
 
 def check_untouched(trainer) -> None:
     assert difference(trainer.engine, trainer.model) < TOLERANCE
-    assert not is_silent(trainer.server.server_url)
+    assert not is_silent(trainer.server.server_url, 60.0)
 
 
 def check_inconsistent(trainer) -> None:
