@@ -348,7 +348,7 @@ OF_THE_RUN = frozenset(
 )
 """Arguments of the collector that a run gives it."""
 
-OF_A_MAPPING: Mapping[str, Any] = {
+NOT_OF_A_FUNCTION: Mapping[str, Any] = {
     **dict.fromkeys(("prompts", "keep_group", "eval_prompts")),
     "epochs": 1,
     "max_staleness": 0,
@@ -365,7 +365,7 @@ def check_collector(
     Args:
         collector: that of a run: arguments, a function or ``None``.
         functions: what makes conversations; ``None`` for those that are not given.
-        options: values of ``OF_A_MAPPING``.
+        options: values of ``NOT_OF_A_FUNCTION``.
 
     Raises:
         ConfigurationError: if there are two ways, or none.
@@ -412,7 +412,7 @@ def _check_beside_a_function(
             "further arguments as collector={...}, or evaluate in a loop of your own."
         )
     given = list(functions)
-    for name, default in OF_A_MAPPING.items():
+    for name, default in NOT_OF_A_FUNCTION.items():
         value = options[name]
         if value is not default and (default is None or value != default):
             given.append(name)

@@ -19,7 +19,7 @@ from torchrl_sglang.objectives.advantages import (
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.arguments import (
-    OF_A_MAPPING,
+    NOT_OF_A_FUNCTION,
     as_list,
     check_collector,
     check_functions,
@@ -58,7 +58,7 @@ class Collecting:
 
     def __post_init__(self) -> None:
         whole = {"agent": self.agent, "env": self.env}
-        options = {name: getattr(self, name) for name in OF_A_MAPPING}
+        options = {name: getattr(self, name) for name in NOT_OF_A_FUNCTION}
         check_collector(self.collector, {**self.functions, **whole}, options)
         if not callable(self.collector) and not any(whole.values()):
             check_prompts("prompts", self.prompts, self.query_key)

@@ -206,4 +206,7 @@ def test_a_start_that_outlasts_the_engine_is_stopped(supervised, starts, monkeyp
     monkeypatch.setattr(loops, "STOP_SECONDS", 0.05)
     supervised[1].stop()
     starts[0].closed = True
+    begun = time.monotonic()
     until(lambda: starts[1].state == "stopped")
+    # A start that is waited for takes longer.
+    assert time.monotonic() - begun < SECONDS / 2
