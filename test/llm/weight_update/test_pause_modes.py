@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import pytest
 import requests
 import torch
+from helpers.in_flight import TRIES, InFlight
 from helpers.log_probs import TOLERANCE
 from helpers.log_probs import response_difference as difference
 from helpers.slow import older_engine_is_slow
@@ -55,52 +56,6 @@ def generate(engine, prompts=PROMPTS, length=LENGTH, **arguments):
         timeout=120,
         **arguments,
     )
-
-
-TRIES = 10
-"""A busy machine may notice requests too late, when they have been answered."""
-
-
-class InFlight:
-    """Requests that run in a thread; they have begun when this has been made.
-
-    They are sent again where they were answered before they were seen to run.
-
-    Args:
-        engine: the servers.
-        call: sends them.
-        least: how many requests run then, those that ran before counted in.
-    """
-
-    def __init__(self, engine, call, least=1):
-        self.result = self.error = None
-        assert any(self._begins(engine, call, least) for _ in range(TRIES))
-
-    def _begins(self, engine, call, least):
-        self._thread = threading.Thread(target=self._run, args=(call,))
-        self._thread.start()
-        while run_sync(engine.control.running_requests()) < least:
-            if not self._thread.is_alive():
-                assert self.error is None, self.error
-                return False
-        return True
-
-    def _run(self, call):
-        try:
-            self.result = call()
-        except Exception as error:
-            self.error = error
-
-    @property
-    def runs(self):
-        return self._thread.is_alive()
-
-    def wait(self):
-        self._thread.join(120)
-        assert not self._thread.is_alive()
-        if self.error is not None:
-            raise self.error
-        return self.result
 
 
 def test_right_answers_are_computed_once(any_engine, models):
@@ -169,23 +124,29 @@ def test_scores_of_tokens_whose_weights_are_gone_are_unknown(any_engine, models)
 )
 def test_continue_computes_the_prefix_again(any_engine, models, flush):
     engine = any_engine
-    old, new = next(models), next(models)
     with sender_of(engine, flush_cache=flush) as sender:
-        sender.update_weights(old)
-        generate(engine, length=1)
-        flying = InFlight(engine, lambda: generate(engine), least=len(PROMPTS))
-        report = sender.update_weights(new)
-        answers = flying.wait()
+        assert any(continues(engine, sender, models) for _ in range(TRIES))
+
+
+def continues(engine, sender, models):
+    """Updates the weights while requests run; returns whether all of them went on."""
+    old, new = next(models), next(models)
+    sender.update_weights(old)
+    generate(engine, length=1)
+    flying = InFlight(engine, lambda: generate(engine), least=len(PROMPTS))
+    report = sender.update_weights(new)
+    answers = flying.wait()
+    if any(answer.versions[-1].version != report.version for answer in answers):
+        return False
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         assert len(answer.token_ids) == LENGTH
-        assert answer.versions[-1].version == report.version
         assert not answer.mixed_state
         start = answer.versions[-1].start
         assert difference(answer, prompt, new, start) < TOLERANCE
         if start:
             assert difference(answer, prompt, old, 0, start) < TOLERANCE
-    # Whoever keeps what was generated before: newer servers, or the engine.
-    assert {len(answer.versions) for answer in answers} == {2}
+    # The earlier tokens are kept by newer servers, or by the engine.
+    return {len(answer.versions) for answer in answers} == {2}
 
 
 INTERVAL = 20
@@ -239,7 +200,6 @@ def boundaries(engine, models, count):
     first, versions = next(models), {}
     with sender_of(engine) as sender:
         versions[sender.update_weights(first).version] = first
-        before = engine.stats().response_tokens
         flying = InFlight(
             engine,
             lambda: engine.generate(
@@ -249,7 +209,7 @@ def boundaries(engine, models, count):
         updates = update_while(flying, engine, sender, models, versions)
         answers = flying.wait()
     found = check_spans(answers, prompts, lengths, versions)
-    computed = engine.stats().response_tokens - before
+    computed = engine.stats().response_tokens - flying.before.response_tokens
     assert computed == sum(lengths) + INTERVAL * updates, "No token is computed twice."
     return found
 

@@ -9,10 +9,10 @@ import pickle
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.forked_starts import processes_below
+from helpers.in_flight import TRIES, InFlight
 from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
@@ -77,13 +77,10 @@ def running(engine):
 def test_both_answer_as_one_does(engine, session_engine):
     batch = prompts(40)
     assert engine.server_url not in [s.url for s in engine.stats().servers]
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, batch, LONG)
-        while not all(running(engine)):
-            assert not call.done()
-        engine.abort()
-        with pytest.raises(GenerationAbortedError):
-            call.result(60)
+    flying = InFlight(engine, lambda: generate(engine, batch, LONG), all_servers=True)
+    engine.abort()
+    with pytest.raises(GenerationAbortedError):
+        flying.wait()
     assert tokens(generate(engine, batch)) == tokens(generate(session_engine, batch))
     assert engine.stats().retries == 0
 
@@ -120,23 +117,21 @@ def test_a_server_killed_in_the_middle(engine, session_engine):
     """Its requests go to the other, and it comes back."""
     batch = prompts(16)
     params = {**GREEDY, "max_new_tokens": 300}
-    before = engine.stats()
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(generate, engine, batch, params)
-        while not all(running(engine)):
-            # A busy machine may look too late, when all has been answered.
-            if call.done():
-                before = engine.stats()
-                call = pool.submit(generate, engine, batch, params)
+    expected = tokens(generate(session_engine, batch, params))
+    for _ in range(TRIES):
+        flying = InFlight(
+            engine, lambda: generate(engine, batch, params), all_servers=True
+        )
         os.kill(engine.servers[0].pid, signal.SIGKILL)
-        answers = call.result(60)
-    assert tokens(answers) == tokens(generate(session_engine, batch, params))
-    after = engine.stats()
-    assert after.completed - before.completed == len(batch)
-    assert after.retries > before.retries
-    wait_for(engine, ["serving", "serving"])
+        assert tokens(flying.wait()) == expected
+        after = engine.stats()
+        assert after.completed - flying.before.completed == len(batch)
+        wait_for(engine, ["serving", "serving"])
+        if after.retries > flying.before.retries:
+            break
+    assert after.retries > flying.before.retries
     # More than once if the port was not free yet.
-    assert engine.stats().restarts > before.restarts
+    assert engine.stats().restarts > flying.before.restarts
     assert tokens(generate(engine, batch)) == tokens(generate(session_engine, batch))
 
 
