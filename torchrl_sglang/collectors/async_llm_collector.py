@@ -99,10 +99,14 @@ class AsyncLLMCollector(GroupCollector):
         policy (SGLangWrapper): continues conversations, one sample for each. Its
             sampling parameters, log-probs, chat template and keys are used. Plain
             functions need ``input_mode="history"``.
-        prompts: a dataset (read by index, epoch after epoch), a ``DataLoader`` (its
-            batches are taken apart) or another iterable of tasks. A task is a mapping,
-            a TensorDict or a text; its values are in each turn of the batch, under
-            their names, which must not be those of the batch's own columns.
+        prompts: a dataset (read by index, epoch after epoch), a ``DataLoader`` or
+            another iterable of tasks. A task is a mapping, a TensorDict or a text; its
+            values are in each turn of the batch, under their names, which must not be
+            those of the batch's own columns. Batches of a ``DataLoader`` are taken
+            apart: PyTorch's own collate function has made tensors of numbers, and with
+            ``collate_fn=list`` the tasks are unchanged. Any other collate function
+            returns a list of tasks, or a mapping of columns with one entry for each
+            task.
         rewards: a function ``(conversation, task) -> float``, a list of them, or a
             mapping of names to them, or to ``(function, weight)``. Values are finite
             numbers; their weighted sum is in ``("next", "reward")`` of the last turn,

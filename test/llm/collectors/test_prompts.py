@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
+from functools import partial
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from torchrl_sglang.collectors.scheduling.prompts import (
     Passes,
@@ -78,6 +82,127 @@ def test_batches_are_taken_apart(kind):
         task = prompts.fetch(position)
         assert task["query"] == f"q{position}"
         assert int(task["answer"]) == position
+
+
+class Point(NamedTuple):
+    name: str
+    place: tuple[int, int]
+
+
+def random_value(rng: random.Random, depth: int):
+    """Returns a function that makes values of one structure, as tasks have them."""
+    kinds = ["text", "number", "truth", "tensor", "array", "bytes", "list", "tuple"]
+    kinds += ["mapping", "point", "messages"]
+    kind = rng.choice(kinds[:6] if depth == 0 else kinds)
+    inner = [
+        random_value(rng, depth - 1) for _ in range(rng.randint(0, 4) * (depth > 0))
+    ]
+    return {
+        "text": lambda: f"text {rng.random()}",
+        "number": lambda: rng.choice([rng.randint(0, 9), rng.randint(0, 99)]),
+        "truth": lambda: rng.random() < 0.5,
+        "tensor": lambda: torch.rand(
+            4, generator=torch.manual_seed(rng.randint(0, 99))
+        ),
+        "array": lambda: np.array([rng.random() for _ in range(4)]),
+        "bytes": lambda: str(rng.random()).encode(),
+        "list": lambda: [make() for make in inner],
+        "tuple": lambda: tuple(make() for make in inner),
+        "mapping": lambda: {str(place): make() for place, make in enumerate(inner)},
+        "point": lambda: Point(str(rng.random()), (rng.randint(0, 9), 1)),
+        "messages": lambda: [{"role": "user", "content": str(rng.random())}],
+    }[kind]
+
+
+def same(one, other) -> bool:
+    """Compares two values; numbers, arrays and tensors by what they hold."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[k], other[k]) for k in one)
+    if isinstance(one, (list, tuple)):
+        pairs = zip(one, other, strict=True)
+        return len(one) == len(other) and all(same(*pair) for pair in pairs)
+    if isinstance(one, (str, bytes)):
+        return one == other
+    return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_collated_tasks_are_those_of_the_dataset(seed):
+    """PyTorch's own collate function, with columns as long as a batch among them."""
+    rng = random.Random(seed)
+    makers = {f"column {n}": random_value(rng, 2) for n in range(4)}
+    query = random_value(rng, 0) if seed % 2 else lambda: [{"role": "user"}] * 2
+    rows = [
+        {"query": query(), **{name: make_() for name, make_ in makers.items()}}
+        for _ in range(9)
+    ]
+    size = rng.randint(1, 4)
+    loader = DataLoader(rows, batch_size=size, drop_last=bool(seed % 3))
+    prompts = make(Passes(loader, 1))
+    count = 9 - 9 % size if seed % 3 else 9
+    assert prompts.fetch(count) is None
+    prompts = make(loader)
+    tasks = [prompts.fetch(place) for place in range(count)]
+    assert all(same(row, task) for row, task in zip(rows, tasks, strict=False))
+    again = list(DataLoader(tasks, batch_size=size, drop_last=bool(seed % 3)))
+    assert all(map(same, loader, again))
+
+
+def by_column(rows):
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+CHOICES = [
+    {"query": f"q{n}", "choices": [f"A{n}", f"B{n}"], "truth": {"value": str(n)}}
+    for n in range(4)
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("collate", [by_column, list, tuple, default_collate])
+def test_collate_functions_that_keep_tasks(size, collate):
+    prompts = make(DataLoader(CHOICES, batch_size=size, collate_fn=collate))
+    assert [prompts.fetch(place) for place in range(4)] == CHOICES
+
+
+NUMBERS = [{"query": f"q{n}", "numbers": [n, n + 10]} for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "collate", "message"),
+    [
+        # PyTorch refuses lists of unequal lengths, and None.
+        ([{"query": "a", "x": [1]}, {"query": "b", "x": []}], None, "equal size"),
+        ([{"query": "a", "x": None}] * 2, None, "NoneType"),
+        # A function of the user that calls PyTorch's: what a column is, is not known.
+        (NUMBERS, partial(default_collate), "'numbers' of"),
+        (NUMBERS, lambda rows: {**by_column(rows), "step": 3}, "'step' of"),
+        (NUMBERS, lambda rows: {**by_column(rows), "source": "ab"}, "'source' of"),
+        (NUMBERS, lambda rows: {**by_column(rows), "x": [1, 2, 3]}, "'x' of"),
+        (NUMBERS, lambda rows: "ab", "yields a str"),
+        (NUMBERS, lambda rows: None, "yields a NoneType"),
+    ],
+)
+def test_batches_that_cannot_be_taken_apart(rows, collate, message):
+    loader = DataLoader(rows, batch_size=2, collate_fn=collate)
+    prompts = make(loader)
+    with pytest.raises(ConfigurationError, match=rf"{message}.*collate_fn=list\)"):
+        prompts.fetch(0)
+
+
+@pytest.mark.slow
+def test_tasks_that_a_worker_cannot_put_together():
+    rows = [{"query": "a", "x": [1]}, {"query": "b", "x": []}]
+    prompts = make(DataLoader(rows, batch_size=2, num_workers=1))
+    with pytest.raises(ConfigurationError, match=r"batch: .*equal size; .*=list\)"):
+        prompts.fetch(0)
+
+
+def test_columns_of_another_collate_function_that_hold_one_task():
+    """A column with one entry is read as the function wrote it, or refused."""
+    rows = [{"query": [{"role": "user", "content": "q"}], "answer": None}]
+    prompts = make(DataLoader(rows, batch_size=1, collate_fn=by_column))
+    assert prompts.fetch(0) == rows[0]
 
 
 def test_an_iterable_is_iterated_again_and_an_iterator_ends():

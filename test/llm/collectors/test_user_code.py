@@ -22,6 +22,7 @@ import pytest
 import torch
 from helpers.collecting import tasks, wait_until
 from helpers.tool_template import TOOL_TEMPLATE
+from torch.utils.data import DataLoader
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
@@ -386,6 +387,23 @@ def test_prompts_that_can_never_work_are_not_tried_again(make, policy):
     assert f"at most {room}" in long
     assert missing.startswith("Prompt 1")
     assert "query_key" in missing
+
+
+def test_prompts_that_cannot_be_read_end_a_collector_at_once(make, fake):
+    """Later groups have no prompts either."""
+    given = [{"query": "a", "numbers": [1]}, {"query": "b", "numbers": []}]
+    collector = make(prompts=DataLoader(given, batch_size=2))
+    with pytest.raises(CollectionError, match=r"equal size; .*collate_fn=list\)"):
+        collect(collector)
+    assert collector.stats()["groups_failed"] < 8
+    assert all(path != "/generate" for _, path, _ in fake.requests)
+
+
+def test_an_element_that_is_no_task_is_given_up(make):
+    collector = make(prompts=[3, *tasks(3)], total_groups=2)
+    assert set(collect(collector)[0]) == {"question 0", "question 1"}
+    stats = collector.stats()
+    assert (stats["groups_failed"], stats["groups_retried"]) == (1, 0)
 
 
 def test_functions_with_other_arguments(make):

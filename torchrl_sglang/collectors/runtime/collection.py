@@ -38,6 +38,8 @@ from torchrl_sglang.collectors.scheduling.prompts import PromptStream
 from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
+    ConfigurationError,
+    TaskError,
     UserFunctionError,
     WeightSyncStateError,
 )
@@ -523,9 +525,7 @@ class Collection:
         self, position: int, turn: Callable[[], Any]
     ) -> Complete | None:
         """Returns a complete group; ``None`` if there is no prompt for it."""
-        task = await self._reader.run(
-            lambda: self._prompts.fetch(position), seconds=PROMPT_TIMEOUT_SECONDS
-        )
+        task = await self._fetch(position)
         if task is None:
             return None
         await self._wait_for_memory()
@@ -544,6 +544,18 @@ class Collection:
             traced.set(conversations=self.groups.size, turns=len(rows), kept=kept)
         self.group_seconds.add(time.monotonic() - began)
         return Complete(group=group, rows=rows, kept=kept)
+
+    async def _fetch(self, position: int) -> Any:
+        """Returns a task; the collection ends if no later one could be read either."""
+        try:
+            return await self._reader.run(
+                lambda: self._prompts.fetch(position), seconds=PROMPT_TIMEOUT_SECONDS
+            )
+        except TaskError:
+            raise
+        except ConfigurationError as error:
+            self.end(error)
+            raise
 
     async def _wait_for_memory(self) -> None:
         """Waits while the engine is asleep: new weights have come, its cache has not.

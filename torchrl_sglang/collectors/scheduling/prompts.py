@@ -17,7 +17,11 @@ import torch
 from tensordict import TensorDictBase, is_tensor_collection
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.collectors.scheduling.loader_batches import (
+    read_batches,
+    split_batch,
+)
+from torchrl_sglang.errors import ConfigurationError, TaskError
 
 Task = Mapping[str, Any]
 
@@ -26,7 +30,12 @@ class PromptStream(Protocol):
     """Tasks by position, which are asked for nearly in their order."""
 
     def fetch(self, position: int) -> Task | None:
-        """Returns the task at a position; ``None`` if there is none."""
+        """Returns the task at a position; ``None`` if there is none.
+
+        Raises:
+            TaskError: if the element at this position is no task.
+            ConfigurationError: if no tasks can be read, here or later.
+        """
 
     def set_seed(self, seed: int) -> None:
         """Sets the seed of the order, before the first task is fetched."""
@@ -156,7 +165,11 @@ class _DatasetPrompts:
             return None
         if self._shuffle:
             place = self._order(epoch)[place]
-        return to_task(self._dataset[place], self._query_key)
+        element = self._dataset[place]
+        try:
+            return to_task(element, self._query_key)
+        except ConfigurationError as error:
+            raise TaskError(str(error)) from error
 
     def set_seed(self, seed: int) -> None:
         self._seed = int(seed)
@@ -280,28 +293,16 @@ class _IteratedPrompts:
 
 def read_once(iterable: Iterable[Any]) -> Iterator[Any]:
     """Yields the tasks of one pass; batches of a data loader are taken apart."""
-    for element in iterable:
-        yield from _unbind(element, iterable)
-
-
-def _unbind(element: Any, source: Any) -> Iterable[Any]:
-    """Returns the tasks of an element, which a data loader yields as batches."""
-    if is_tensor_collection(element) and element.ndim:
-        return list(element.unbind(0))
-    if not isinstance(source, DataLoader) or source.batch_sampler is None:
-        return [element]
-    if isinstance(element, Mapping):
-        columns = {name: _column(value) for name, value in element.items()}
-        size = max(len(column) for column in columns.values())
-        return [
-            {name: column[row] for name, column in columns.items()}
-            for row in range(size)
-        ]
-    return list(element)
-
-
-def _column(value: Any) -> Sequence[Any]:
-    return value.unbind(0) if isinstance(value, torch.Tensor) else value
+    loader = iterable if isinstance(iterable, DataLoader) else None
+    if loader is not None and loader.batch_sampler is None:
+        loader = None
+    for element in iterable if loader is None else read_batches(loader):
+        if is_tensor_collection(element) and element.ndim:
+            yield from element.unbind(0)
+        elif loader is not None:
+            yield from split_batch(element, loader)
+        else:
+            yield element
 
 
 def to_task(element: Any, query_key: str) -> Task:
