@@ -783,11 +783,14 @@ class AsyncSGLang(TorchRLCalls):
             timeout: in seconds. Defaults to 1800.
 
         Returns:
-            The answer, as it came. Log-probs in it are the server's own, after
-            penalties, biases and grammar, unlike :meth:`generate`'s.
+            The answer, as it came, all of whose choices are finished: a request that a
+            weight update aborts is sent again. Log-probs in it are the server's own,
+            after penalties, biases and grammar, unlike :meth:`generate`'s.
 
         Raises:
             ConfigurationError: if ``payload`` asks for a stream.
+            GenerationAbortedError: if :meth:`abort`, an update with
+                ``pause_mode="abort"`` or another user of the servers cut it off.
             UnsupportedByServerError: if ``return_meta_info``, ``return_hidden_states``,
                 ``return_routed_experts`` or ``return_sampling_mask`` was asked for and
                 is not in the answer.

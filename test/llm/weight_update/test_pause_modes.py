@@ -363,6 +363,45 @@ def test_abort_ends_what_runs(any_engine, models, flush):
         assert difference(answer, prompt, new) < TOLERANCE
 
 
+CHATS = {
+    "chat_completion": {"messages": [{"role": "user", "content": "Hi"}]},
+    "completion": {"prompt": PROMPTS},
+}
+
+
+def openai_answer(engine, route, length=LENGTH):
+    limits = {"max_tokens": length, "ignore_eos": True, "n": 2}
+    return getattr(engine, route)({**CHATS[route], **limits}, timeout=120)
+
+
+@pytest.mark.parametrize("route", CHATS)
+@pytest.mark.parametrize("mode", ["continue", "in_place", "abort"])
+def test_answers_of_openai_are_whole_or_errors(any_engine, models, mode, route):
+    engine = any_engine
+    with sender_of(engine, pause_mode=mode) as sender:
+        flying = InFlight(engine, lambda: openai_answer(engine, route), least=2)
+        sender.update_weights(next(models))
+        if mode == "abort":
+            with pytest.raises(GenerationAbortedError, match="Send it again"):
+                flying.wait()
+            return
+        answer = flying.wait()
+    count = 2 * len(PROMPTS) if route == "completion" else 2
+    assert {each["finish_reason"] for each in answer["choices"]} == {"length"}
+    assert len(answer["choices"]) == count
+    assert answer["usage"]["completion_tokens"] == count * LENGTH
+
+
+@pytest.mark.parametrize("route", CHATS)
+def test_abort_ends_requests_of_openai(any_engine, route):
+    engine = any_engine
+    flying = InFlight(engine, lambda: openai_answer(engine, route), least=2)
+    assert engine.abort() == 1
+    with pytest.raises(GenerationAbortedError) as caught:
+        flying.wait()
+    assert caught.value.requested
+
+
 @older_engine_is_slow
 def test_in_place_is_marked(any_engine, models):
     """The stale KV cache of the old weights is kept, and the data says so."""

@@ -70,8 +70,6 @@ class InFlightRequest:
     """Server or router that it is sent to."""
     aborted: bool = False
     """Whether the caller has aborted the request."""
-    returns_partial: bool = True
-    """Whether an abort returns the tokens that were generated before."""
     resumable: bool = True
     """Whether the response can go on in another request."""
     survives_retraction: bool = True
@@ -322,7 +320,7 @@ class InFlight:
         sent = {
             each: each.sent_as
             for each in self._running
-            if each.sent_as and each.sent_to == router and each.returns_partial
+            if each.sent_as and each.sent_to == router
         }
 
         def waiting() -> list[InFlightRequest]:
@@ -349,7 +347,7 @@ class InFlight:
         sent = {
             each: each.sent_as
             for each in self._running
-            if each.sent_as and each.sent_to in places and each.returns_partial
+            if each.sent_as and each.sent_to in places
         }
 
         def waiting() -> list[InFlightRequest]:

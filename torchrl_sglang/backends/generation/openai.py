@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, NamedTuple
 
+from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.generation.batch import explain_unavailable
 from torchrl_sglang.backends.generation.dispatch import Dispatcher
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
+from torchrl_sglang.backends.generation.reply import (
+    FinishReason,
+    aborted_early,
+    check_finished,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
+    GenerationAbortedError,
+    RequestRefusedError,
     ServerUnavailableError,
     UnsupportedByServerError,
 )
@@ -23,6 +31,9 @@ status 200, what is not OpenAI's own: the request's name, which an abort needs, 
 of the prefix cache, and ``return_routed_experts``, ``return_sampling_mask``,
 ``return_meta_info``, ``stop_regex``, ``cache_salt``, ``priority`` and thirty more."""
 
+FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
+"""``finish_reason`` of a choice that is whole."""
+
 ANSWERED_BY = {
     "return_hidden_states": "hidden_states",
     "return_meta_info": "meta_info",
@@ -30,6 +41,17 @@ ANSWERED_BY = {
     "return_sampling_mask": "output_token_sampling_mask",
 }
 """Field that asks for something -> field of the answer that has it."""
+
+
+class _Attempt(NamedTuple):
+    """One server's answer."""
+
+    reply: Any
+    """Content of the answer."""
+    url: str
+    """Server or router that it was sent to."""
+    weights: ServedWeights
+    """State of the weights when it was sent."""
 
 
 async def post_openai(
@@ -52,41 +74,45 @@ async def post_openai(
     name = content.pop("lora_path", None)
     await dispatcher.adapters.refresh([name])
     seconds = GENERATE_TIMEOUT_SECONDS if timeout is None else timeout
-    ticket = InFlightRequest(deadline=time.monotonic() + seconds, returns_partial=False)
+    # Another request begins the answer anew.
+    ticket = InFlightRequest(deadline=time.monotonic() + seconds, resumable=False)
+    fleet = dispatcher.fleet
 
-    async def attempt(url: str) -> dict[str, Any]:
+    async def attempt(url: str) -> _Attempt:
         with dispatcher.adapters.used(name) as adapter:
             selected = {} if adapter is None else {"lora_path": adapter.served_as}
             # The weight version of when it is sent, not of when it was asked for.
-            version = dispatcher.fleet.weights.version
-            defaults = {"model": "default", "extra_key": version}
+            weights = fleet.weights
+            defaults = {"model": "default", "extra_key": weights.version}
             sent = {**defaults, **content, **selected, "rid": ticket.sent_as}
-            answer = await dispatcher.post(
-                url + path, sent, ticket, ticket.deadline, session_id
-            )
-            reply = answer.json()
-        if not isinstance(reply, dict):
-            raise ServerUnavailableError(f"{url}{path} answered {reply!r:.200}.")
-        check_answered(content, reply, url)
-        found = (reply.get("metadata") or {}).get("weight_version")
-        if isinstance(found, str):
-            # Another engine object may have sent newer weights: the next key is theirs.
-            dispatcher.fleet.change_weights(lambda weights: weights.observe(found))
-        return reply
+            try:
+                answer = await dispatcher.post(
+                    url + path, sent, ticket, ticket.deadline, session_id
+                )
+            except RequestRefusedError as error:
+                aborted_early(error)
+                reply: Any = {"choices": [{"finish_reason": "abort"}]}
+            else:
+                reply = answer.json()
+            return _Attempt(reply, url, weights)
 
     with dispatcher.in_flight.registered([ticket]):
         try:
-            async with dispatcher.in_flight.turn(ticket.deadline):
-                reply = await dispatcher.send(
-                    attempt,
-                    ticket,
-                    ticket.deadline,
-                    session_id=session_id,
-                    direct=path not in KEPT_BY_ROUTER,
-                )
+            reply, url = await _send_until_whole(
+                dispatcher,
+                attempt,
+                ticket,
+                session_id=session_id,
+                direct=path not in KEPT_BY_ROUTER,
+            )
         except ServerUnavailableError as error:
-            better = await explain_unavailable(dispatcher.fleet, error)
+            better = await explain_unavailable(fleet, error)
             raise better from better.__cause__
+    check_answered(content, reply, url)
+    found = (reply.get("metadata") or {}).get("weight_version")
+    if isinstance(found, str):
+        # Another engine object may have sent newer weights: the next key is theirs.
+        fleet.change_weights(lambda weights: weights.observe(found))
     usage = reply.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     dispatcher.counters.count(
@@ -95,6 +121,47 @@ async def post_openai(
         int(usage.get("completion_tokens") or 0),
     )
     return reply
+
+
+async def _send_until_whole(
+    dispatcher: Dispatcher,
+    attempt: Callable[[str], Awaitable[_Attempt]],
+    ticket: InFlightRequest,
+    *,
+    session_id: str | None,
+    direct: bool,
+) -> tuple[dict[str, Any], str]:
+    """Sends a request, again after each update that aborts it.
+
+    Returns the answer, and the server that gave it.
+    """
+    while True:
+        async with dispatcher.in_flight.turn(ticket.deadline):
+            reply, url, weights = await dispatcher.send(
+                attempt, ticket, ticket.deadline, session_id=session_id, direct=direct
+            )
+        try:
+            return check_choices(reply, url), url
+        except GenerationAbortedError as error:
+            updated = dispatcher.fleet.weights.abort_epoch > weights.abort_epoch
+            if ticket.aborted or not updated:
+                raise error.replace(requested=ticket.aborted) from None
+        ticket.restarts += 1
+        dispatcher.counters.retries += 1
+
+
+def check_choices(reply: Any, url: str) -> dict[str, Any]:
+    """Returns an answer whose choices are all whole; raises for any other."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    if not choices:
+        raise ServerUnavailableError(f"{url} answered {reply!r:.200}, without choices.")
+    length = (reply.get("usage") or {}).get("completion_tokens") or 0
+    for choice in choices:
+        reason = FinishReason(
+            type=str(choice.get("finish_reason")), matched=choice.get("matched_stop")
+        )
+        check_finished(reason, length, url, FINISHED)
+    return dict(reply)
 
 
 def check_answered(

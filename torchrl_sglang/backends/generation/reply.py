@@ -9,7 +9,7 @@ Source: ``_handle_batch_output`` in ``sglang/srt/managers/tokenizer_manager.py``
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -305,19 +305,8 @@ class _Reader:
 
     def check_end(self) -> None:
         """Raises an error unless a response ended as it should."""
-        reason, length = self._reason, len(self._token_ids)
-        if reason.type == "abort":
-            raise _abort_error(reason, length, self._server)
-        if reason.matched == NAN_STOP:
-            raise NotFiniteError(
-                f"{self._server} ended a response after {length} tokens, the last of "
-                f"which is made up: the model's logits were not numbers (NaN). Check "
-                f"the weights that were sent last."
-            )
-        if reason.type not in ("stop", "length"):
-            raise ServerUnavailableError(
-                f"{self._server} ended a response for an unknown reason: {reason!r}."
-            )
+        length = len(self._token_ids)
+        check_finished(self._reason, length, self._server)
         counted = self._meta.completion_tokens
         if counted not in (None, length):
             raise ServerUnavailableError(
@@ -458,8 +447,42 @@ def _known(log_prob: float | None) -> float:
     return math.nan if log_prob is None else log_prob
 
 
+def check_finished(
+    reason: FinishReason,
+    length: int,
+    server: str,
+    finished: Collection[str] = ("stop", "length"),
+) -> None:
+    """Raises an error unless a response came to its own end.
+
+    Args:
+        reason: of the response's end.
+        length: of the response, in tokens.
+        server: that generated it.
+        finished: reasons of a response that is whole.
+
+    Raises:
+        GenerationAbortedError: if the response was aborted.
+        RequestRefusedError: if the abort is a late refusal.
+        NotFiniteError: if the last token was sampled from NaN.
+        ServerUnavailableError: for any other reason.
+    """
+    if reason.type == "abort":
+        raise _abort_error(reason, length, server)
+    if reason.matched == NAN_STOP:
+        raise NotFiniteError(
+            f"{server} ended a response after {length} tokens, the last of which is "
+            f"made up: the model's logits were not numbers (NaN). Check the weights "
+            f"that were sent last."
+        )
+    if reason.type not in finished:
+        raise ServerUnavailableError(
+            f"{server} ended a response for an unknown reason: {reason!r}."
+        )
+
+
 def _abort_error(reason: FinishReason, length: int, server: str) -> SGLangError:
-    message, status = reason.message or "Unknown error", reason.status_code
+    message, status = reason.message or "no reason given", reason.status_code
     if ABORTED_EARLY in message:
         length, status = 0, None
     if status is not None and 400 <= status < 500:

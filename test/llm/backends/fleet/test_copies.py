@@ -134,7 +134,7 @@ def test_chats_of_a_copy_have_the_key_of_the_weights(
     def chat(content):
         keys.append(content["extra_key"])
         body = {
-            "choices": [{"message": {"content": "x"}}],
+            "choices": [{"message": {"content": "x"}, "finish_reason": "stop"}],
             "metadata": {"weight_version": server.weight_version},
         }
         return web.Response(body=json.dumps(body), content_type="application/json")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from aiohttp import web
 from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
 
 from torchrl_sglang import AsyncSGLang
@@ -259,7 +260,9 @@ def test_a_chat_behind_a_router_whose_server_vanished(routed, launcher):
     first, second = launcher.handles
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     for each in (first, second):
-        each.server.routes["/v1/chat/completions"] = each.server.routes["/model_info"]
+        each.server.routes["/v1/chat/completions"] = lambda content: web.json_response(
+            {"choices": [{"finish_reason": "stop"}]}
+        )
     first.server.vanish()
     answers: list[object] = []
 

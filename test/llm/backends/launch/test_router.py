@@ -653,7 +653,7 @@ def served(tiny_model_path) -> Iterator[tuple[AsyncSGLang, list[FakeServer]]]:
 
     def chat(content: Any) -> web.Response:
         meta = {"routed_experts": "AAAA", "output_token_sampling_mask": [[1, 2]]}
-        choice = {"index": 0, "message": {"role": "assistant"}, "meta_info": meta}
+        choice = {"index": 0, "finish_reason": "stop", "meta_info": meta}
         if "stop_regex" not in content:
             choice["meta_info"] = {}
         return web.json_response({"object": "chat.completion", "choices": [choice]})
