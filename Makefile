@@ -4,6 +4,7 @@
 #
 # PYTHON                      the interpreter to start from, CPython 3.11 to 3.13; by
 #                             default the first of these that there is
+# NIGHTLY                     if set, `make test-newest` runs on TorchRL's nightly builds
 # SEED, OUTPUT                a demo's seed and the folder that it writes to
 # GGUF                        the file of SmolLM2 for `make demo-real`, where it is on this
 #                             machine already; by default it is downloaded
@@ -32,6 +33,7 @@ DOCS := $(VENV)/.docs-complete
 ENGINE := $(VENV)/.engine-complete
 ENGINE_PACKAGES := $(VENV)/.engine-packages-complete
 OLD_ENGINE := $(VENV)/.old-engine-complete
+NEWEST := .newest
 ENGINE_SOURCES := $(wildcard torchrl_sglang/cli/cpu/*.py torchrl_sglang/cli/cpu/*.txt \
 	torchrl_sglang/backends/launch/cpu/__init__.py)
 
@@ -42,6 +44,7 @@ OLD_VERSION := 0.5.20
 UV := uv==0.13.9
 INSTALL := $(BIN)/python -m torchrl_sglang.cli.cpu.packages
 INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.cli.cpu.install
+INSTALL_NEWEST := $(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python
 
 # An interrupted installer can leave half a package that counts as installed. This file
 # is there while one runs; if it is still there now, the environment is made again.
@@ -113,6 +116,21 @@ test-slow: install $(TEST) $(TASKS) $(OLD_ENGINE)
 test-all: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the further cases of its long matrices, too
 	@$(PYTEST) $(PYTEST_ARGS)
 
+# Pip's newest releases in the ranges of pyproject.toml, which the pins lag behind. The
+# servers keep their environment.
+.PHONY: test-newest
+test-newest: install $(OLD_ENGINE)  ## Run it on the newest releases; NIGHTLY=1: with TorchRL's nightly
+	@$(BIN)/uv venv --quiet --clear --python "$(PYTHON)" $(NEWEST)
+	@$(INSTALL_NEWEST) --upgrade setuptools wheel --editable ".[test]"
+	@$(INSTALL_NEWEST) --no-deps --requirement requirements/tasks.txt
+ifdef NIGHTLY
+	@$(BIN)/uv pip uninstall --quiet --python $(NEWEST)/bin/python torchrl tensordict
+	@$(INSTALL_NEWEST) --no-deps torchrl-nightly tensordict-nightly
+endif
+	@ln -sfn "$(abspath $(VENV))/sglang-cpu" $(NEWEST)/sglang-cpu
+	@$(NEWEST)/bin/python -m pytest --numprocesses=3 --dist=loadfile -m "not slow" \
+		$(if $(NIGHTLY),-W ignore::FutureWarning) $(PYTEST_ARGS)
+
 .PHONY: test-agents
 test-agents: install $(TEST)  ## Run unmodified agent frameworks, each from its pins in .agents
 	@$(BIN)/python test/agents/set_up.py
@@ -147,7 +165,7 @@ bench: install $(TEST)  ## Run the quick benchmarks on CPU
 
 .PHONY: clean
 clean:  ## Remove the environments and everything that was built
-	@rm -rf $(VENV) .agents build dist runs docs/build docs/source/tutorials \
+	@rm -rf $(VENV) $(NEWEST) .agents build dist runs docs/build docs/source/tutorials \
 		docs/source/reference/generated \
 		.benchmarks .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
