@@ -61,6 +61,17 @@ PHASES = {
 A trainer that collects waits for responses."""
 
 
+DOING = {
+    "collect": "collecting",
+    "train": "training",
+    "sleep": "putting servers to sleep or waking them up",
+    "update": "sending weights",
+    "evaluate": "evaluating",
+    "save": "saving",
+}
+"""Phase of the trainer -> its words in a status."""
+
+
 TOLD_BY_COLLECTOR = ("collect", "update")
 """Phases that the collector tells a recorder of, in its own words."""
 
@@ -276,25 +287,28 @@ def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
     return f"step {step}{of}: {', '.join(words)}"
 
 
-def status_of(step: int, seconds: float, stats: Mapping[str, Any]) -> str:
-    """Says what a step does, for somebody who waits for it.
+def status_of(step: int, phase: str, seconds: float, stats: Mapping[str, Any]) -> str:
+    """Returns the progress of a step that has not ended.
 
     Args:
-        step: its number.
-        seconds: since it began.
-        stats: of the collector, if it has any.
+        step: number of the step.
+        phase: phase of the trainer, a key of ``DOING``.
+        seconds: time since the step began.
+        stats: statistics of the collector, if it has any.
 
     Examples:
-        >>> status_of(4, 65.2, {"groups_ready": 9, "groups_running": 7})
-        'step 4, 65 s: 9 groups are complete, 7 run'
+        >>> status_of(4, "collect", 65.2, {"groups_ready": 9, "groups_running": 7})
+        'step 4, 65 s: collecting, 9 groups are complete, 7 run'
+        >>> status_of(4, "train", 70.4, {"groups_ready": 0, "groups_running": 0})
+        'step 4, 70 s: training'
     """
-    said = f"step {step}, {seconds:.0f} s"
-    if "groups_ready" in stats:
-        ready, running = stats["groups_ready"], stats["groups_running"]
-        said += f": {ready} groups are complete, {running} run"
-    if rate := stats.get("lately", {}).get("tokens_per_second"):
-        said += f", {rate:,.0f} tokens/s"
-    return said
+    words = [f"step {step}, {seconds:.0f} s: {DOING[phase]}"]
+    ready, running = stats.get("groups_ready", 0), stats.get("groups_running", 0)
+    if ready or running or (phase == "collect" and "groups_ready" in stats):
+        words.append(f"{ready} groups are complete, {running} run")
+        if rate := stats.get("lately", {}).get("tokens_per_second"):
+            words.append(f"{rate:,.0f} tokens/s")
+    return ", ".join(words)
 
 
 class Rollouts:

@@ -154,6 +154,8 @@ class Run:
         self._stack: ExitStack | None = None
         self._progress: StepProgress | None = None
         self._step_began = 0.0
+        # Step and phase that the status shows.
+        self._doing = (0, "update")
 
     # The parts.
 
@@ -179,7 +181,7 @@ class Run:
     def _make_parts(self, stack: ExitStack) -> None:
         self.ranks = find_trainer_ranks()
         stack.callback(self.ranks.end)
-        stack.enter_context(_quiet())
+        stack.enter_context(_known_warnings_ignored())
         self.recorder = None
         self._log = LoggerCalls()
         self.clock = PhaseClock()
@@ -304,6 +306,8 @@ class Run:
             fresh = self.collector.state_dict()
             self.collector.load_state_dict(collected)
             self.collector.load_state_dict(fresh)
+        self._doing = self.step, "update"
+        self._show_progress()
         self.update_weights()
         if goes_on:
             # The servers' weights are those of the state's policy version.
@@ -328,7 +332,6 @@ class Run:
             self.recorder.event("step", step=self.step)
         if self.step == 0:
             self.report(self.evaluate())
-        self._show_progress()
         self.clock = PhaseClock(self.recorder)
 
     def _show_progress(self) -> None:
@@ -340,9 +343,14 @@ class Run:
         self._progress = self._stack.enter_context(progress)
 
     def _status(self) -> str:
-        """Says what the present step does; called in another thread."""
+        """Returns the progress of the present step; called in another thread."""
         stats: Any = getattr(self.collector_here, "stats", dict)()
-        return status_of(self.step + 1, time.monotonic() - self._step_began, stats)
+        step, phase = self._doing
+        return status_of(step, phase, time.monotonic() - self._step_began, stats)
+
+    def _begin_phase(self, phase: str) -> None:
+        """Begins another phase of the step that the status shows."""
+        self._doing = self._doing[0], phase
 
     def batches(self) -> Iterator[TensorDictBase]:
         """Yields this rank's share of each batch, with advantages, until all steps are.
@@ -352,10 +360,12 @@ class Run:
         prepared = map(self._prepare, self.collector)
         shares = iter(prepared if self.ranks.size == 1 else self.collector)
         while self.steps is None or self.step < self.steps:
+            self._doing = self.step + 1, "collect"
             batch = next(shares, None)
             if batch is None:
                 return
             self.clock.done("collect")
+            self._begin_phase("train")
             yield batch
 
     def _prepare(self, batch: TensorDictBase) -> TensorDictBase:
@@ -384,7 +394,9 @@ class Run:
 
     def update_weights(self) -> None:
         """Sends the weights to the servers, which generate with them from now on."""
-        self.collector.update_policy_weights_()
+        self._begin_phase("update")
+        with _updates_not_logged():
+            self.collector.update_policy_weights_()
         if self.colocated:
             engine = self.engine
             share = engine and engine.capabilities.args.mem_fraction_static
@@ -401,9 +413,11 @@ class Run:
         # An adapter is loaded beside base weights, which nothing would bring back.
         adapts = self._training.lora is not None
         memory = "kv_cache" if adapts else ("weights", "kv_cache")
+        self._begin_phase("sleep")
         with self._released.released():
             self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
         self.clock.done("sleep")
+        self._begin_phase("train")
         try:
             yield
         except BaseException:
@@ -413,6 +427,7 @@ class Run:
                     self.engine.wake_up()
             raise
         self.clock.done("train")
+        self._begin_phase("sleep")
         with self._released.taken():
             self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
         self.clock.done("sleep")
@@ -434,6 +449,7 @@ class Run:
         """
         if self._collecting.eval_prompts is None:
             return {}
+        self._begin_phase("evaluate")
         found = self.ranks.first(self._evaluate)
         reward = found["eval/reward"]
         if self.step and (self.best is None or reward > self.best):
@@ -493,6 +509,7 @@ class Run:
         Raises:
             CheckpointError: if the one before could not be written.
         """
+        self._begin_phase("save")
         random = self.ranks.gather(random_state())
         rest: dict[str, Any] = {}
         if self.ranks.is_first:
@@ -514,6 +531,7 @@ class Run:
         """
         if self._saved != self.step:
             self.save()
+        self._begin_phase("save")
         # A trained model without a checkpoint would be nothing to go on with.
         self._checkpoints.wait()
         folder = self.folder / TRAINED
@@ -533,19 +551,29 @@ class Run:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Leaves out what TorchRL logs of each weight update: a step's line tells it."""
+def _updates_not_logged() -> Iterator[None]:
+    """Leaves out the log of a weight update, which the line of a step has.
+
+    A level below INFO was set by the user, who gets everything.
+    """
     level = torchrl_logger.level
-    torchrl_logger.setLevel(max(level, logging.WARNING))
+    if level == logging.INFO:
+        torchrl_logger.setLevel(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            for text in (
-                # TorchRL's, about its own use of PyTorch.
-                "size_average and reduce args",
-                # PyTorch's, about checkpoints of a single process.
-                "torch.distributed is disabled, unavailable or uninitialized",
-            ):
-                warnings.filterwarnings("ignore", text, UserWarning)
-            yield
+        yield
     finally:
         torchrl_logger.setLevel(level)
+
+
+@contextmanager
+def _known_warnings_ignored() -> Iterator[None]:
+    """Ignores warnings of TorchRL and PyTorch that no user of a run can act on."""
+    with warnings.catch_warnings():
+        for text in (
+            # TorchRL's, about its own use of PyTorch.
+            "size_average and reduce args",
+            # PyTorch's, about checkpoints of a single process.
+            "torch.distributed is disabled, unavailable or uninitialized",
+        ):
+            warnings.filterwarnings("ignore", text, UserWarning)
+        yield

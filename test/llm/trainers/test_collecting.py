@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+import threading
 from collections import Counter
 
 import pytest
 import torch
+from helpers.fake_launcher import FakeLauncher
 from torch.utils.data import DataLoader
+from torchrl import logger as torchrl_logger
 
 from torchrl_sglang import GRPO, AsyncLLMCollector
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.policies.sampling import translate
+from torchrl_sglang.trainers import progress
 from torchrl_sglang.trainers.arguments import check_groups
 
 # TorchRL's own, about what is deprecated in torch.
@@ -211,3 +217,81 @@ def test_outputs_are_those_that_agents_ask_for(make, names):
         pass
     with pytest.raises(ConfigurationError, match="an agent's requests say themselves"):
         make(generate_kwargs=kwargs, rewards=None, agent=agent)
+
+
+def test_a_status_names_the_step_and_its_phase(make):
+    """Of functions that a run calls while it collects, trains and evaluates."""
+    seen = []
+
+    def score(conversation, task):
+        # Groups of a later step begin while the run evaluates.
+        if "held_out" in task or not run.step:
+            seen.append(run._status())
+        return float(conversation.sample)
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure=None):
+            seen.append(run._status())
+            return super().step(closure)
+
+    run = make(
+        rewards=score,
+        optimizer=lambda parameters: Watched(parameters, lr=0.1),
+        eval_prompts=[{"query": "q", "held_out": True}],
+        eval_every=1,
+        steps=2,
+    )
+    run.train()
+    words = [re.fullmatch(r"(step \d), \d+ s: (\w+)(,.*)?", each) for each in seen]
+    phases = list(dict.fromkeys((each[1], each[2]) for each in words))
+    assert phases == [
+        ("step 0", "evaluating"),
+        ("step 1", "collecting"),
+        ("step 1", "training"),
+        ("step 1", "evaluating"),
+        ("step 2", "training"),
+        ("step 2", "evaluating"),
+        # PyTorch's checkpoint makes a step of nothing for the optimizer's state.
+        ("step 2", "saving"),
+    ]
+
+
+def test_a_log_file_has_a_status_during_the_first_evaluation(make, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+    said = threading.Event()
+
+    def score(conversation, task):
+        # Until the status was printed.
+        assert said.wait(60)
+        return 1.0
+
+    run = make(rewards=score, eval_prompts=ROWS[:1], steps=1)
+    report = run._status
+    run._status = lambda: (said.set(), report())[1]
+    run.train()
+    assert re.search(r"^step 0, \d+ s: evaluating", capsys.readouterr().out, re.M)
+
+
+@pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.WARNING])
+def test_the_log_of_a_run(make, tiny_model_path, level, monkeypatch):
+    """Lines of starting servers, and those of each update only where all are wanted."""
+    lines = []
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    handler = Lines()
+    torchrl_logger.addHandler(handler)
+    monkeypatch.setattr(torchrl_logger, "level", torchrl_logger.level)
+    torchrl_logger.setLevel(level)
+    launcher = FakeLauncher(tiny_model_path, 1)
+    try:
+        make(engine={"launcher": launcher}, steps=1).train()
+    finally:
+        torchrl_logger.removeHandler(handler)
+        launcher.close()
+    starts = any("is starting at" in line for line in lines)
+    updates = any(line.startswith("Weights of version") for line in lines)
+    assert (starts, updates) == (level <= logging.INFO, level == logging.DEBUG)
+    assert torchrl_logger.level == level

@@ -624,6 +624,7 @@ def test_servers_are_woken_up_where_training_fails():
         clock=PhaseClock(),
         _training=SimpleNamespace(lora=None),
         _released=ReleasedMemory(TrainerRanks(), None),
+        _begin_phase=lambda phase: None,
     )
     with pytest.raises(KeyError), Run.memory_for_training(run):
         raise KeyError
