@@ -9,7 +9,6 @@ Functions are ``module:function``; a module of the current folder can be importe
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import json
@@ -24,6 +23,7 @@ from yaml import YAMLError
 
 from torchrl_sglang import GRPO, RayLauncher
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_names
 
 NAMES = tuple(inspect.signature(GRPO).parameters)
 FUNCTIONS = ("step", "agent", "env", "loss", "optimizer", "collector", "keep_group")
@@ -53,10 +53,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     except (OSError, YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(f"{arguments[0]} cannot be read: {error}") from error
     given = with_task(given, changes)
-    for name in given.keys() - {*NAMES}:
-        near = difflib.get_close_matches(name, [*NAMES, TASK], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(NAMES)}"
-        raise ConfigurationError(f"GRPO has no argument {name!r}; {hint}")
+    check_names("GRPO", given, [*NAMES, TASK])
     folder = Path(arguments[0]).parent
     return {name: convert(name, value, folder) for name, value in given.items()}
 
@@ -114,9 +111,15 @@ def find_functions(name: str, value: Any) -> Any:
         ) from error
 
 
+def find_file(path: str, folder: Path) -> Path | None:
+    """Returns a file of the current folder or of that of the YAML file, if any."""
+    here = Path(path).expanduser()
+    return next((each for each in (here, folder / here) if each.is_file()), None)
+
+
 def read_template(path: str, folder: Path) -> str:
     """Returns the text of a file in the current folder or in that of the YAML file."""
-    file = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+    file = find_file(path, folder)
     if file is None:
         raise ConfigurationError(f"chat_template={path!r}: there is no such file.")
     return file.read_text(encoding="utf-8")
@@ -130,7 +133,7 @@ def read_prompts(name: str, given: str | Mapping[str, Any], folder: Path) -> Any
     """
     options = {"path": given} if isinstance(given, str) else dict(given)
     function, path = options.pop("map", None), str(options.pop("path", ""))
-    file = next((each for each in (Path(path), folder / path) if each.is_file()), None)
+    file = find_file(path, folder)
     if file is None and Path(path).suffix in FILES:
         raise ConfigurationError(
             f"{name}={given!r}: there is no file {path!r}, neither in {Path.cwd()} nor "

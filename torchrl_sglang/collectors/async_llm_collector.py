@@ -60,7 +60,7 @@ from torchrl_sglang.policies.turns import check_policy
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.checks import check_count, check_flag
+from torchrl_sglang.support.checks import check_count, check_flag, refuse_unknown
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 
@@ -217,6 +217,7 @@ class AsyncLLMCollector(GroupCollector):
         >>> collector.shutdown()
     """
 
+    @refuse_unknown
     def __init__(
         self,
         env: Callable[[], EnvBase] | None = None,

@@ -30,7 +30,7 @@ from torchrl_sglang.errors import (
     CollectionTimeoutError,
     ConfigurationError,
 )
-from torchrl_sglang.support.checks import check_flag
+from torchrl_sglang.support.checks import check_flag, check_names
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -43,6 +43,9 @@ CALL_TIMEOUT_SECONDS = 60.0
 MAX_CONCURRENCY = 8
 """Calls that the actor runs at once: one waits for a batch, others do not wait."""
 
+
+_OF_THE_COLLECTOR = inspect.signature(AsyncLLMCollector).parameters
+"""Arguments of the collector in the actor."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -127,6 +130,8 @@ class RayAsyncLLMCollector(GroupCollector):
         **kwargs: Any,
     ) -> None:
         super().__init__()
+        # Before an actor starts.
+        check_names(type(self).__name__, kwargs, _OF_THE_COLLECTOR)
         schemes = check_schemes(weight_sync_schemes)
         client = _to_client(replay_buffer)
         self.replay_buffer = replay_buffer

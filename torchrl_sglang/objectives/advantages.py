@@ -15,7 +15,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import check_count, nearest
+from torchrl_sglang.support.checks import check_count, nearest, refuse_unknown
 
 REWARD = ("next", "reward")
 DONE = ("next", "done")
@@ -139,6 +139,7 @@ class GroupAdvantage:
         tensor([-0.5000,  0.5000])
     """
 
+    @refuse_unknown
     def __init__(
         self,
         group_size: int,

@@ -8,16 +8,19 @@ and what is accepted.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.counterparts import COUNTERPARTS
 from torchrl_sglang.support.passwords import hide_passwords
 
 T = TypeVar("T")
+Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def to_python(value: Any) -> Any:
@@ -136,12 +139,66 @@ def check_keywords(name: str, given: Mapping[str, Any], kind: type) -> None:
     } - {"self"}
     for each in given:
         if each not in known:
-            near = nearest(str(each), known)
-            hint = "" if near is None else f" Did you mean {near!r}?"
             raise ConfigurationError(
                 f"{name} has no argument {each!r}, which {kind.__name__} would "
-                f"ignore or refuse.{hint}"
+                f"ignore or refuse.{suggest(str(each), known)}"
             )
+
+
+def refuse_unknown(init: Init) -> Init:
+    """Has a constructor refuse unknown arguments with the one that was meant.
+
+    Raises:
+        ConfigurationError: naming the first such argument.
+
+    Examples:
+        >>> class Batch:
+        ...     @refuse_unknown
+        ...     def __init__(self, *, group_size: int) -> None: ...
+        >>> Batch(num_generations=8)
+        Traceback (most recent call last):
+        torchrl_sglang.errors.ConfigurationError: Batch has no argument \
+'num_generations'. TRL's num_generations is group_size=... here.
+    """
+    known = inspect.signature(init).parameters
+
+    @functools.wraps(init)
+    def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
+        check_names(type(self).__name__, kwargs, known)
+        init(self, *args, **kwargs)
+
+    return cast(Init, checked)
+
+
+def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Refuses arguments that are not known, with the one that was meant."""
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(
+                f"{owner} has no argument {name!r}.{suggest(name, known)}"
+            )
+
+
+def suggest(name: str, known: Collection[str]) -> str:
+    """Returns the end of a message about an unknown argument: the one that was meant.
+
+    Args:
+        name: of the unknown argument.
+        known: names of the arguments there are.
+
+    Examples:
+        >>> suggest("learning_rate", ["lr", "optimizer"])
+        " TRL's learning_rate is lr=... here."
+        >>> suggest("group_sise", ["group_size"])
+        " Did you mean 'group_size'?"
+    """
+    for library, names in COUNTERPARTS.items():
+        counterpart = names.get(name, "")
+        if counterpart.partition("=")[0] in known:
+            written = counterpart if "=" in counterpart else f"{counterpart}=..."
+            return f" {library}'s {name} is {written} here."
+    near = nearest(name, known)
+    return "" if near is None else f" Did you mean {near!r}?"
 
 
 def given_once(name: str, value: T | None, alias: str, other: T | None) -> T | None:

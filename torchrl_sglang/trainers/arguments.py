@@ -52,7 +52,7 @@ from torchrl_sglang.support.checks import (
     check_flag,
     check_mapping,
     given_once,
-    nearest,
+    suggest,
 )
 from torchrl_sglang.support.urls import KEY_VARIABLE
 from torchrl_sglang.trainers.ranks import TrainerRanks
@@ -155,8 +155,7 @@ def connect_arguments(
     known = inspect.signature(AsyncSGLang.connect).parameters
     for name in engine:
         if name not in known:
-            near = nearest(str(name), known)
-            hint = "" if near is None else f" Did you mean {near!r}?"
+            hint = suggest(str(name), known)
             raise ConfigurationError(
                 f"engine has the address of servers that run, and {name!r}, which is "
                 f"not for those but for servers that are started here; leave one of "
@@ -333,7 +332,7 @@ def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
             "nothing: give generate_kwargs a temperature above 0, such as 1.0. "
             "Evaluation is greedy anyway.",
             RuntimeWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return sampling
 

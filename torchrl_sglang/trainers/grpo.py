@@ -24,7 +24,7 @@ from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
-from torchrl_sglang.support.checks import check_flag
+from torchrl_sglang.support.checks import check_flag, refuse_unknown
 from torchrl_sglang.trainers.arguments import (
     check_attention,
     check_counts,
@@ -178,6 +178,7 @@ class GRPO(Run):
         PosixPath('runs/sums/model')
     """
 
+    @refuse_unknown
     def __init__(
         self,
         model: str | os.PathLike[str] | nn.Module,

@@ -45,7 +45,11 @@ from torchrl_sglang.objectives.support import (
 )
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.support.checks import check_count, check_positive
+from torchrl_sglang.support.checks import (
+    check_count,
+    check_positive,
+    refuse_unknown,
+)
 from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import set_learning_rates
@@ -114,6 +118,7 @@ class Learner:
         ...     collector.update_policy_weights_()
     """
 
+    @refuse_unknown
     def __init__(
         self,
         loss: CorrectedGRPOLoss,
@@ -173,7 +178,7 @@ class Learner:
                 f"Passes are padded, which takes time where lengths differ: "
                 f"{loss.padded_because}. With packing=False this is not said.",
                 RuntimeWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         self._one_pass = minibatches == epochs == 1 and needs_no_pass(loss, correct)
         self._device = next(self.model.parameters()).device

@@ -126,7 +126,7 @@ def test_functions(train, tmp_path, monkeypatch):
         ([], "Give a YAML file, then NAME=VALUE"),
         ([CPU, "lr"], "Give a YAML file, then NAME=VALUE"),
         (["nowhere.yaml"], "nowhere.yaml cannot be read"),
-        ([CPU, "group_sise=4"], "no argument 'group_sise'; did you mean 'group_size'?"),
+        ([CPU, "group_sise=4"], "no argument 'group_sise'. Did you mean 'group_size'?"),
         ([CPU, "zzz=1"], "there are model, prompts"),
         ([CPU, "step=nowhere:f"], "step='nowhere:f' names no function: No module"),
         ([CPU, "env=gsm8k:wrong"], "env='gsm8k:wrong' names no function: module"),
@@ -207,7 +207,7 @@ def test_rewards(gsm8k, form, text, answer, reward):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("group_sise=4", "GRPO has no argument 'group_sise'; did you mean 'group_size"),
+        ("group_sise=4", "GRPO has no argument 'group_sise'. Did you mean 'group_size"),
         ("lr=abc", "lr='abc' and optimizer=None make no AdamW"),
         ("method=dapos", "Did you mean 'dapo'?"),
         ("minibatches=0", "minibatches must be an integer of at least 1, got 0."),

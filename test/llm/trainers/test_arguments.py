@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import os
 from functools import partial
 
 import pytest
+import torch
+from peft import LoraConfig
 
-from torchrl_sglang import GRPO
+from torchrl_sglang import (
+    GRPO,
+    AsyncLLMCollector,
+    CorrectedGRPOLoss,
+    GroupAdvantage,
+    Learner,
+)
+from torchrl_sglang.backends.launch.cpu import engine_python
+from torchrl_sglang.backends.launch.server_command import find_flags
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
+from torchrl_sglang.support.counterparts import PEFT, TORCHRL, TRL, VERL
 
 PROMPTS = [{"query": "Say 1."}]
 
@@ -103,3 +117,71 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path):
     run = GRPO("model", prompts=PROMPTS, rewards=brief, output=tmp_path / "file")
     with pytest.raises(ConfigurationError, match="Give another output"):
         run.train()
+
+
+def names_of(*callables):
+    return {name for each in callables for name in inspect.signature(each).parameters}
+
+
+ARGUMENTS = names_of(GRPO)
+INNER = {
+    "generate_kwargs": {*SAMPLING_PARAMETERS},
+    "loss": names_of(CorrectedGRPOLoss, CorrectedGRPOLoss.__mro__[1]),
+    "lora": names_of(LoraConfig),
+    "optimizer": names_of(torch.optim.AdamW),
+    "rewards": {"name"},
+}
+
+
+@pytest.mark.parametrize("written", sorted({*TRL.values(), *VERL.values()}))
+def test_counterparts_are_arguments(written):
+    code = written if "=" in written else f"{written}=..."
+    ((given,)) = ast.parse(f"f({code})").body[0].value.keywords
+    assert given.arg in ARGUMENTS
+    if isinstance(given.value, ast.Dict):
+        inner = {
+            **INNER,
+            "engine": {*find_flags(str(engine_python()), os.environ)},
+        }[given.arg]
+        assert {key.value for key in given.value.keys} <= inner
+
+
+def test_no_name_of_another_library_is_an_argument():
+    assert not ARGUMENTS & {*TRL, *VERL, *TORCHRL}
+    assert {*PEFT.values()} <= INNER["lora"]
+    assert not INNER["lora"] & {*PEFT}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "counterpart"),
+    [
+        *((GRPO, name, TRL[name]) for name in TRL),
+        *((GRPO, name, VERL[name]) for name in VERL if name not in TRL),
+        (GroupAdvantage, "grpo_size", "group_size=..."),
+        (AsyncLLMCollector, "repeats", "group_size=..."),
+        (AsyncLLMCollector, "reward_funcs", "rewards=..."),
+        (Learner, "max_grad_norm", "clip_grad_norm=..."),
+    ],
+)
+def test_names_of_other_libraries(kind, name, counterpart):
+    with pytest.raises(ConfigurationError) as caught:
+        kind(**{name: 1})
+    said = f"{kind.__name__} has no argument {name!r}. "
+    assert str(caught.value).startswith(said)
+    assert f"'s {name} is {counterpart}" in str(caught.value)
+
+
+def test_names_of_other_libraries_in_mappings():
+    given = {"prompts": PROMPTS, "rewards": brief}
+    for wrong, hint in (
+        ({"collector": {"repeats": 4}}, "repeats is group_size=..."),
+        ({"lora": {"rank": 4}}, "rank is r=..."),
+        ({"lora": {"alpha": 4}}, "alpha is lora_alpha=..."),
+    ):
+        with pytest.raises(ConfigurationError, match=hint):
+            GRPO("model", **given, **wrong)
+
+
+def test_a_misspelt_name():
+    with pytest.raises(ConfigurationError, match="Did you mean 'group_size'"):
+        GRPO("model", group_sise=4)

@@ -269,7 +269,9 @@ def test_a_log_file_has_a_status_during_the_first_evaluation(make, capsys, monke
     report = run._status
     run._status = lambda: (said.set(), report())[1]
     run.train()
-    assert re.search(r"^step 0, \d+ s: evaluating", capsys.readouterr().out, re.M)
+    assert re.search(
+        r"^step 0, \d+ s: evaluating", capsys.readouterr().out, re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("level", [logging.DEBUG, logging.INFO, logging.WARNING])
