@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         if status := install.main([]):
             return status
-    train(arguments.output, arguments.steps, arguments.seed, arguments.device)
+    train(
+        arguments.output.expanduser(), arguments.steps, arguments.seed, arguments.device
+    )
     print(f"The program, to copy and change: {__file__}")
     return 0
 

@@ -185,7 +185,7 @@ def gateway_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     found["api_key"] = key
     if (file := arguments.chat_template) is not None:
         try:
-            found["chat_template"] = Path(file).read_text()
+            found["chat_template"] = Path(file).expanduser().read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 f"The chat template cannot be read: {error}."

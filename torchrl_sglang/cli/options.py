@@ -174,7 +174,7 @@ def read_key(
     if file is None:
         return environment.get(variable) or None
     try:
-        key = Path(file).read_text().strip()
+        key = Path(file).expanduser().read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"The key cannot be read: {error}.") from None
     if not key:

@@ -69,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
         for each in recordings:
             each.refresh()
-        write(arguments.output, self_contained(recordings, now=time.time()))
+        write(
+            arguments.output.expanduser(), self_contained(recordings, now=time.time())
+        )
         return 0
     from torchrl_sglang.viewer.library import library
     from torchrl_sglang.viewer.serve import Viewer, serve

@@ -85,6 +85,7 @@ class Store:
     """
 
     def __init__(self, path: str | Path) -> None:
+        path = Path(path).expanduser()
         self._path = str(path)
         with self._as_configuration_errors():
             os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))

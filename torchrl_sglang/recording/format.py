@@ -153,7 +153,7 @@ def find_recording(given: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigurationError: if there is none.
     """
-    folder = Path(given)
+    folder = Path(given).expanduser()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"
         raise ConfigurationError(f"{str(folder)!r} {what}; give a run's folder.")

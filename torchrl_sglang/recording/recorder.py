@@ -101,7 +101,7 @@ class RunRecorder:
             responses=check_flag("responses", responses),
         )
         # Whoever changes the working directory later means the same folder.
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder).expanduser().absolute()
         """Folder of the recording."""
         seconds = check_seconds("poll_seconds", poll_seconds)
         self._arguments: dict[str, Any] = {

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class ServedModel:
         *,
         trust_remote_code: bool = False,
     ) -> None:
+        path = path and os.path.expanduser(path)
         self.path = path or capabilities.model_path
         self._given = bool(path)
         self._dtype = capabilities.dtype

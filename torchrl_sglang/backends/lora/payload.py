@@ -96,6 +96,7 @@ def prepare_adapter(
                 f"The folder {os.fspath(path)!r} holds the adapter's configuration; "
                 f"leave config=... out."
             )
+        path = os.path.expanduser(path)
         is_here = Path(path).is_dir()
         if not is_here or capabilities.lora_tensors_field is None:
             # A server reads it, whose own folder is another one.

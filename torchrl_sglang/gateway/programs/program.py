@@ -266,7 +266,7 @@ def _remove(folder: Path, runner: TreeRunner) -> None:
 
 
 def _find_folder(path: str) -> Path:
-    found = Path(path).absolute()
+    found = Path(path).expanduser().absolute()
     if not found.is_dir():
         raise ConfigurationError(
             f"The working folder {path!r} is not there; make it, or leave folder out "

@@ -87,7 +87,7 @@ class DiskOptions(TransportOptions):
                 f"process and every server see under the same path, got {path!r}."
             )
         # A server has its own working directory.
-        self._set("directory", Path(path).absolute())
+        self._set("directory", Path(path).expanduser().absolute())
 
 
 class DiskTransport(WeightTransport):
