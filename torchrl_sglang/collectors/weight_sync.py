@@ -5,9 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -103,8 +103,18 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
 
 def detach_weight_sync(collector: Any) -> None:
     """Has the senders of a collector forget it, which is shut down."""
-    for sender in collector.__dict__.pop(SENDERS, ()):
+    senders = collector.__dict__.pop(SENDERS, ())
+    for sender in senders:
         sender.unregister_collector(collector)
+    if senders:
+        collector.update_policy_weights_ = _refuse_update
+
+
+def _refuse_update(*args: Any, **kwargs: Any) -> NoReturn:
+    raise CollectionError(
+        "The collector was shut down, and sends no weights any more; make another one, "
+        "or send them with sender.update_weights()."
+    )
 
 
 def check_schemes(given: Any) -> Mapping[str, SGLangWeightSyncScheme]:

@@ -91,3 +91,12 @@ def test_the_next_collector_updates(start, scheme, caplog):
     collector.shutdown()
     assert sender._collectors._all() == []
     assert int(sender.update_weights().version) > int(report.version)
+
+
+def test_a_collector_that_was_shut_down_sends_nothing(start, scheme):
+    collector = start()
+    report = collector.update_policy_weights_()
+    collector.shutdown()
+    with pytest.raises(CollectionError, match="was shut down, and sends no weights"):
+        collector.update_policy_weights_()
+    assert scheme.create_sender().last_report is report
