@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
@@ -52,9 +53,8 @@ class SharedCollector:
 
     Examples:
         >>> import torch.distributed as dist
-        >>> from torchrl.objectives.llm import MCAdvantage
         >>> dist.init_process_group("cpu:gloo,cuda:nccl")  # doctest: +SKIP
-        >>> advantage = MCAdvantage(grpo_size=8)
+        >>> advantage = GroupAdvantage(group_size=8)
         >>> collector = SharedCollector(  # doctest: +SKIP
         ...     lambda: AsyncLLMCollector(
         ...         policy=SGLangWrapper(engine),
@@ -64,7 +64,7 @@ class SharedCollector:
         ...         groups_per_batch=2,
         ...     ),
         ...     weight_sync_schemes={"policy": SGLangWeightSyncScheme(url)},
-        ...     prepare=advantage.inv,
+        ...     prepare=advantage,
         ... )
         >>> for share in collector:  # doctest: +SKIP
         ...     loss.accumulate(share.split(4), process_group=dist.group.WORLD)
@@ -92,6 +92,7 @@ class SharedCollector:
             )
         self._ranks = _RankGroup(process_group, check_seconds("timeout", timeout))
         self._prepare = prepare
+        self._has_shared = False
         self._schemes = dict(weight_sync_schemes or {})
         self.collector: Any = None
         """The collector, on the first rank; ``None`` on the others."""
@@ -123,7 +124,9 @@ class SharedCollector:
         Raises:
             CollectionError: if the collector failed on the first rank, with its text,
                 or another rank was lost.
-            ConfigurationError: if a batch has fewer responses than there are ranks.
+            ConfigurationError: if the first batch has fewer responses than there are
+                ranks. A later one, such as the rest of an epoch, is left out with a
+                warning.
         """
         batches = self._batches()
         while True:
@@ -138,16 +141,23 @@ class SharedCollector:
 
     def _next(self, batches: Iterator[Any]) -> list[tuple[int, TensorDictBase]] | None:
         """Returns the share of each rank; ``None`` after the last batch."""
+        size = self._ranks.size
         batch = next(batches, None)
+        while self._has_shared and batch is not None and batch.numel() < size:
+            torchrl_logger.warning(
+                f"A batch of {batch.numel()} responses is left out: {size} ranks "
+                f"cannot share it."
+            )
+            batch = next(batches, None)
         if batch is None:
             return None
+        self._has_shared = True
         if self._prepare is not None:
             batch = self._prepare(batch)
         rows = list(batch.reshape(-1).unbind(0))
         version = int(self.collector.policy_version)
         return [
-            (version, LazyStackedTensorDict(*share))
-            for share in share_rows(rows, self._ranks.size)
+            (version, LazyStackedTensorDict(*share)) for share in share_rows(rows, size)
         ]
 
     def update_policy_weights_(self, weights: Any = None) -> SyncReport:

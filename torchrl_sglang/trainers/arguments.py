@@ -21,14 +21,13 @@ from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.environment import check_environment
 from torchrl_sglang.collectors.groups.conversations import check_step
-from torchrl_sglang.collectors.groups.reward_functions import read_functions
+from torchrl_sglang.collectors.groups.reward_functions import (
+    RewardFunction,
+    read_functions,
+)
 from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.collectors.scheduling.prompts import (
     count_tasks,
-    is_read_by_index,
-    read_once,
-    refuse_table,
-    to_task,
 )
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
@@ -128,7 +127,7 @@ def check_folder(name: str, folder: Any) -> Path:
     """Returns the path of a folder."""
     if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
         raise ConfigurationError(f"{name} must be a folder's path, got {folder!r}.")
-    return Path(folder)
+    return Path(folder).expanduser()
 
 
 def connect_arguments(
@@ -211,78 +210,23 @@ def check_placement(
         )
 
 
-def as_list(name: str, prompts: Any) -> list[Any]:
-    """Returns tasks that are read more than once, also those of an iterator.
-
-    Batches of a data loader are taken apart.
-
-    Raises:
-        ConfigurationError: if they are no tasks.
-    """
-    _check_tasks(name, prompts)
-    if not isinstance(prompts, Iterable):
-        return [prompts[place] for place in range(len(prompts))]
-    return list(prompts if is_read_by_index(prompts) else read_once(prompts))
-
-
-def check_prompts(name: str, prompts: Any, query_key: str) -> None:
-    """Checks the first prompt, where it can be seen."""
-    _check_tasks(name, prompts)
-    if not is_read_by_index(prompts):
-        return
-    if not len(prompts):
-        raise ConfigurationError(f"{name} is empty; give at least one task.")
-    try:
-        element = prompts[0]
-    except Exception as error:
-        raise ConfigurationError(
-            f"The first task of {name} cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    first = to_task(element, query_key)
-    if query_key not in first:
-        raise ConfigurationError(
-            f"The first task of {name} has no {query_key!r}; it has "
-            f"{', '.join(map(repr, first))}. Name the key of the prompt with "
-            f"query_key=...."
-        )
-    if ADVANTAGE in first:
-        raise taken_column(f"The first task of {name}")
-
-
-def _check_tasks(name: str, prompts: Any) -> None:
-    refuse_table(name, prompts)
-    if isinstance(prompts, (str, os.PathLike, Mapping)):
-        raise ConfigurationError(
-            f"{name} must be a list or another iterable of tasks, got {prompts!r}; "
-            f"read a file first, such as with datasets.load_dataset."
-        )
-    if not isinstance(prompts, Iterable) and not hasattr(prompts, "__getitem__"):
-        raise ConfigurationError(
-            f"{name} must be a list or another iterable of tasks, got {prompts!r}."
-        )
-
-
-ADVANTAGE = "advantage"
-"""Column that a run adds to batches."""
-
-
-def taken_column(what: str) -> ConfigurationError:
-    """Returns the error for tasks with a column of the run's own."""
-    return ConfigurationError(
-        f"{what} has a column {ADVANTAGE!r}, which the run writes the advantages to; "
-        f"name it otherwise."
-    )
-
-
-def check_functions(functions: Mapping[str, Any], query_key: str) -> None:
+def check_functions(
+    functions: Mapping[str, Any], query_key: str
+) -> dict[tuple[str, str], RewardFunction]:
     """Checks the functions that make conversations, as the collector will.
+
+    Returns:
+        dict: argument and name -> reward function.
 
     Raises:
         ConfigurationError: if one is no function, or takes other arguments, or nothing
             sets a reward.
     """
-    for name, of_group in (("rewards", False), ("group_rewards", True)):
-        read_functions(name, functions[name], of_group=of_group, query_key=query_key)
+    rewards: dict[tuple[str, str], RewardFunction] = {}
+    for argument, of_group in (("rewards", False), ("group_rewards", True)):
+        given = functions[argument]
+        read = read_functions(argument, given, of_group=of_group, query_key=query_key)
+        rewards |= {(argument, name): function for name, function in read.items()}
     if functions["step"] is not None:
         check_step(functions["step"])
     elif not functions["rewards"] and not functions["group_rewards"]:
@@ -297,6 +241,7 @@ def check_functions(functions: Mapping[str, Any], query_key: str) -> None:
         raise ConfigurationError(f"system_prompt must be a text, got {system!r}.")
     if functions["max_turns"] is not None:
         check_count("max_turns", functions["max_turns"])
+    return rewards
 
 
 def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -465,23 +410,23 @@ def check_groups(queries: Sequence[str], group_size: int) -> None:
                 )
 
 
-def count_steps(
+def count_groups(
     steps: int | None, epochs: int, prompts: Any, groups_per_batch: int
 ) -> int | None:
-    """Returns the number of batches; ``None`` if only reading the prompts tells."""
+    """Returns the groups of a run; ``None`` if only reading the prompts tells."""
     if steps is not None:
         if epochs != 1:
             raise ConfigurationError(
                 f"steps={steps} and epochs={epochs} say twice when to end; give one."
             )
-        return steps
+        return steps * groups_per_batch
     if epochs != 1 and isinstance(prompts, Iterator):
         raise ConfigurationError(
             f"epochs={epochs} needs prompts that can be read again, and an iterator "
             f"ends; give a list or another iterable, steps=..., or one pass."
         )
     tasks = count_tasks(prompts)
-    return None if tasks is None else max(epochs * tasks // groups_per_batch, 1)
+    return None if tasks is None else epochs * tasks
 
 
 def server_arguments(
@@ -570,6 +515,19 @@ def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> Non
                 f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
                 f"in launcher=RayLauncher(nodes=...)."
             )
+
+
+def warn_of_staleness(max_staleness: int, correction: Any, loss: Any) -> None:
+    """Warns of tokens of earlier weights that nothing corrects for."""
+    # A loss that a function makes may have a correction of its own.
+    if max_staleness and correction is None and not callable(loss):
+        warnings.warn(
+            f"max_staleness={max_staleness} trains on tokens of earlier weights, and "
+            f"nothing corrects for that: give correction='decoupled_token_is', or "
+            f"max_staleness=0.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def check_sampling(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,14 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+from torchrl_sglang.collectors.groups.agents import COLUMNS as AGENT_COLUMNS
 from torchrl_sglang.collectors.groups.filter import make_filter
+from torchrl_sglang.collectors.groups.reward_functions import RewardFunction
+from torchrl_sglang.collectors.groups.rows import (
+    POLICY_COLUMNS,
+    ROW_COLUMNS,
+    TURN_COLUMNS,
+)
 from torchrl_sglang.collectors.options import check_options
 from torchrl_sglang.collectors.scheduling.prompts import Passes, is_read_by_index
 from torchrl_sglang.objectives.advantages import (
@@ -20,15 +28,14 @@ from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_keywords
 from torchrl_sglang.trainers.arguments import (
     NOT_OF_A_FUNCTION,
-    as_list,
     check_collector,
     check_functions,
     check_groups,
     check_made,
-    check_prompts,
 )
 from torchrl_sglang.trainers.samples import plain
 from torchrl_sglang.trainers.serving import Served
+from torchrl_sglang.trainers.tasks import as_list, check_prompts
 
 GREEDY: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0}
 """Sampling parameters of evaluation that differ from a run's."""
@@ -47,7 +54,8 @@ class Collecting:
     query_key: str
     group_size: int
     groups_per_batch: int
-    steps: int | None
+    groups: int | None
+    """Groups in all; ``None`` if only reading the prompts tells."""
     epochs: int
     max_staleness: int
     on_stale: str
@@ -60,20 +68,44 @@ class Collecting:
         whole = {"agent": self.agent, "env": self.env}
         options = {name: getattr(self, name) for name in NOT_OF_A_FUNCTION}
         check_collector(self.collector, {**self.functions, **whole}, options)
-        if not callable(self.collector) and not any(whole.values()):
-            check_prompts("prompts", self.prompts, self.query_key)
-            check_functions(self.functions, self.query_key)
+        rewards: dict[tuple[str, str], RewardFunction] = {}
+        if not callable(self.collector):
+            if not any(whole.values()):
+                rewards = check_functions(self.functions, self.query_key)
+            self._check_prompts("prompts", self.prompts, rewards)
         check_options({"on_stale": self.on_stale})
         if self.eval_prompts is not None:
             # Read at every evaluation.
             tasks = as_list("eval_prompts", self.eval_prompts)
             object.__setattr__(self, "eval_prompts", tasks)
-            if not callable(self.collector) and not any(whole.values()):
-                check_prompts("eval_prompts", self.eval_prompts, self.query_key)
+            if not callable(self.collector):
+                self._check_prompts("eval_prompts", tasks, rewards)
         make_filter(self.keep_group, of_agents=self.agent is not None)
         if isinstance(self.collector, Mapping):
             check_keywords("collector", self.collector, AsyncLLMCollector)
             check_options({**self.functions, **whole, **self.collector})
+
+    def _check_prompts(
+        self,
+        name: str,
+        prompts: Any,
+        rewards: Mapping[tuple[str, str], RewardFunction],
+    ) -> None:
+        """Checks tasks that can be seen, as :func:`.check_prompts` does."""
+        # What an agent or an environment reads is its own.
+        query_key = None if self.agent or self.env else self.query_key
+        taken = ROW_COLUMNS | POLICY_COLUMNS
+        if self.agent is not None:
+            taken = AGENT_COLUMNS
+        elif self.env is None:
+            taken |= TURN_COLUMNS | {n for _, n in rewards if not n.isdigit()}
+        check_prompts(name, prompts, query_key, taken, list(rewards.values()))
+
+    @property
+    def steps(self) -> int | None:
+        """Batches in all; the last one may be smaller."""
+        groups, size = self.groups, self.groups_per_batch
+        return None if groups is None else math.ceil(groups / size)
 
     @property
     def trajectory_return(self) -> TrajectoryReturn:
@@ -88,8 +120,8 @@ class Collecting:
     def make(self, served: Served, recorder: RunRecorder | None = None) -> Any:
         """Returns the collector of what is trained on."""
         total, prompts = -1, Passes(self.prompts, self.epochs)
-        if self.steps is not None:
-            total, prompts = self.steps * self.groups_per_batch, self.prompts
+        if self.groups is not None:
+            total, prompts = self.groups, self.prompts
         return self._make(
             served,
             served.policy,

@@ -34,8 +34,9 @@ from torchrl_sglang.trainers.arguments import (
     check_parts,
     check_placement,
     check_recording,
-    count_steps,
+    count_groups,
     read_sampling,
+    warn_of_staleness,
 )
 from torchrl_sglang.trainers.checkpoints import Resume
 from torchrl_sglang.trainers.collecting import Collecting
@@ -78,7 +79,9 @@ class GRPO(Run):
         env (callable, optional): makes an environment of TorchRL, instead of functions.
         steps (int, optional): batches to train on. By default ``epochs`` passes over
             the prompts.
-        epochs (int): passes over the prompts. Defaults to 1.
+        epochs (int): passes over the prompts. The last batch has the rest, unless it
+            has fewer responses than there are ranks: a warning says that it is left
+            out. Defaults to 1.
         generate_kwargs (dict, optional): sampling parameters. Defaults to 512 tokens at
             temperature 1.
         chat_template (str, optional): of policy and saved model.
@@ -130,7 +133,10 @@ class GRPO(Run):
             prompts, rewards and all else that it collects.
         gateway (dict, optional): arguments of :class:`.Gateway`, for an ``agent``.
         eval_prompts (optional): held-out prompts, for greedy evaluation with the same
-            rewards by the same engine; ``eval/prompts`` is how many were scored.
+            rewards by the same engine; ``eval/prompts`` is how many were scored. An
+            ``agent`` sets the sampling parameters of its requests itself, and those
+            that it leaves out are the run's, as in training. The folder ``best`` has
+            the first model of the greatest ``eval/reward`` above that before training.
         eval_every (int): steps between two evaluations. Defaults to 10.
         checkpoint_every (int): steps between two checkpoints. Defaults to 10.
         keep_checkpoints (int): Defaults to 2.
@@ -162,8 +168,8 @@ class GRPO(Run):
 
     Raises:
         ConfigurationError: if an argument is wrong, as far as it can be known before
-            servers run; nothing has been started. What only they know, such as whether
-            a token is in the vocabulary, :meth:`train` raises.
+            servers run; nothing has been started. What only they or the hub know, such
+            as whether a token is in the vocabulary, :meth:`train` raises.
 
     Examples:
         >>> def right(conversation, task):
@@ -284,11 +290,14 @@ class GRPO(Run):
         if resume != "auto":
             check_flag("resume", resume)
         check_placement(model, engine, colocated, max_staleness)
+        warn_of_staleness(max_staleness, correction, loss)
+        if not isinstance(model, nn.Module):
+            model = os.path.expanduser(model)
         if check_flag("deterministic", deterministic):
             check_repeatable(
                 engine, max_staleness=max_staleness, collector=collector, agent=agent
             )
-        steps = count_steps(steps, epochs, prompts, groups_per_batch)
+        groups = count_groups(steps, epochs, prompts, groups_per_batch)
         sampling = read_sampling(generate_kwargs)
         found = find_method(method)
         replays = check_flag("replay_routing", replay_routing)
@@ -309,7 +318,7 @@ class GRPO(Run):
             query_key=query_key,
             group_size=group_size,
             groups_per_batch=groups_per_batch,
-            steps=steps,
+            groups=groups,
             epochs=epochs,
             max_staleness=max_staleness,
             on_stale=on_stale,
@@ -345,7 +354,7 @@ class GRPO(Run):
             make_optimizer=optimizer_of(optimizer, lr, 1e-6 if lora is None else 1e-5),
             schedule=schedule,
             warmup_steps=warmup_steps,
-            steps=steps,
+            steps=collecting.steps,
             minibatches=minibatches,
             epochs_per_batch=epochs_per_batch,
             max_tokens_per_pass=max_tokens_per_pass,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -48,13 +49,9 @@ def make_logger(
     Raises:
         ConfigurationError: if there is none of this name, or its package is missing.
     """
+    check_logger(given)
     if given is None or isinstance(given, Logger):
         return given
-    if given not in LOGGERS:
-        raise ConfigurationError(
-            f"logger={given!r} is not one of {', '.join(LOGGERS)}, nor a Logger of "
-            f"TorchRL."
-        )
     wish = _Wish(kind=given, folder=folder, name=name, project=project, state=state)
     try:
         if given != "csv":
@@ -62,10 +59,38 @@ def make_logger(
             importlib.import_module(given)
         return LOGGERS[given](wish)
     except ImportError as error:
+        raise _missing(given, str(error)) from error
+
+
+def check_logger(given: Any) -> None:
+    """Checks a logger of a run, and opens none.
+
+    Raises:
+        ConfigurationError: if there is none of this name, or its package is missing.
+    """
+    if given is None or isinstance(given, Logger):
+        return
+    if not isinstance(given, str) or given not in LOGGERS:
         raise ConfigurationError(
-            f"logger={given!r} needs a package: {error}. Install it, or give "
-            f"logger='csv'."
-        ) from error
+            f"logger={given!r} is not one of {', '.join(LOGGERS)}, nor a Logger of "
+            f"TorchRL."
+        )
+    if given != "csv" and importlib.util.find_spec(given) is None:
+        raise _missing(given, f"there is no module {given!r}")
+
+
+def _missing(name: str, why: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"logger={name!r} needs a package: {why}. Install it, or give logger='csv'."
+    )
+
+
+def forget_later_points(logger: Any, step: int) -> None:
+    """Has TensorBoard hide the points that a killed run logged after a step."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    begun = Event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+    logger.experiment.file_writer.add_event(begun)
 
 
 def _of_torchrl(wish: _Wish) -> Logger:

@@ -15,7 +15,12 @@ from torchrl_sglang.support.checks import check_port
 from torchrl_sglang.telemetry.prometheus import check_installed
 from torchrl_sglang.telemetry.server import MetricsEndpoint, serve_metrics
 from torchrl_sglang.trainers.checkpoints import Checkpoints, Resume
-from torchrl_sglang.trainers.loggers import RESUMED, make_logger
+from torchrl_sglang.trainers.loggers import (
+    RESUMED,
+    check_logger,
+    forget_later_points,
+    make_logger,
+)
 from torchrl_sglang.trainers.progress import StepsShown
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
@@ -39,6 +44,7 @@ class Records:
     recorder: RunRecorder | bool = True
 
     def __post_init__(self) -> None:
+        check_logger(self.logger)
         if self.metrics_port is not None:
             if self.metrics_port != 0 or isinstance(self.metrics_port, bool):
                 check_port("metrics_port", self.metrics_port)
@@ -76,6 +82,8 @@ class Records:
             self.project,
             state if goes_on else None,
         )
+        if self.logger == "tensorboard":
+            forget_later_points(logger, -1 if saved is None else saved["step"])
         if logger is not None and not goes_on:
             name = {"model": self.identity["model"]}
             logger.log_hparams({**name, **self.hyperparameters})

@@ -29,7 +29,6 @@ from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.garbage import old_objects_frozen
 from torchrl_sglang.telemetry.figures import StepFigures
 from torchrl_sglang.telemetry.server import MetricsEndpoint
-from torchrl_sglang.trainers.arguments import ADVANTAGE, taken_column
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
     TRAINED,
@@ -61,6 +60,7 @@ from torchrl_sglang.trainers.report import (
 )
 from torchrl_sglang.trainers.samples import log_samples, rows_of
 from torchrl_sglang.trainers.serving import Served, Serving
+from torchrl_sglang.trainers.tasks import ADVANTAGE, taken_column
 from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme

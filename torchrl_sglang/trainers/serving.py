@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.chat.choose import check_template
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
@@ -31,6 +33,9 @@ from torchrl_sglang.trainers.arguments import (
 from torchrl_sglang.trainers.progress import tell
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.types import LogProbsMode
+
+OF_A_SERVER = {"api_key", "device", "dp_size", "python", "tp_size"}
+"""Parameters of ``from_pretrained`` that each server gets as they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +80,26 @@ class Serving:
                 )
         if self.has_agent:
             check_sampling_of_agents(self.sampling)
+        self._check_servers()
+
+    def _check_servers(self) -> None:
+        """Checks the arguments of servers on this machine, and starts none.
+
+        The first rank starts them, and another machine's SGLang can differ.
+        """
+        given = self.engine or {}
+        runs = isinstance(given, RLSGLangEngine) or connect_arguments(given) is not None
+        is_here = not runs and given.get("launcher", "local") == "local"
+        if not is_here or int(os.environ.get("RANK", "0")):
+            return
+        known = inspect.signature(AsyncSGLang.from_pretrained).parameters
+        of_engine = known.keys() - OF_A_SERVER
+        arguments = {
+            name: value
+            for name, value in given.items()
+            if value is not None and name not in of_engine
+        }
+        make_server_command(os.fspath(self.model), **arguments).release()
 
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> Served:
         """Makes engine, policy and gateway on the first rank; a stack ends them."""

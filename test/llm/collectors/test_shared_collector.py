@@ -130,6 +130,10 @@ def test_what_cannot_be_told_to_other_ranks(run):
     assert first[4], "The collector goes on, and nobody has it."
 
 
+def test_a_rest_that_ranks_cannot_share_is_left_out(run):
+    assert run("rest", 2) == [[3, 2], [3, 2]]
+
+
 def test_a_rank_that_is_lost(run):
     first, second = run("lost", 2, codes=(0, 1))
     assert second == "gone"

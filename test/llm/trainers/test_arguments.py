@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from datasets import Dataset, DatasetDict, IterableDatasetDict
 from peft import LoraConfig
 
 from torchrl_sglang import (
@@ -20,15 +23,48 @@ from torchrl_sglang import (
 )
 from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.backends.launch.server_command import find_flags
+from torchrl_sglang.collectors.groups.rows import (
+    POLICY_COLUMNS,
+    ROW_COLUMNS,
+    TURN_COLUMNS,
+)
+from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.programs.program import _find_folder
+from torchrl_sglang.gateway.store import Store
+from torchrl_sglang.recording.format import find_recording
+from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.support.counterparts import PEFT, TORCHRL, TRL, VERL
+from torchrl_sglang.trainers.arguments import check_folder
+from torchrl_sglang.weight_update.transports.disk import DiskOptions
 
 PROMPTS = [{"query": "Say 1."}]
 
 
 def brief(conversation, task):
     return -len(conversation.response)
+
+
+def of_trl(completions, gold, **columns):
+    return [0.0] * len(completions)
+
+
+def of_trl_with_more(prompts, completions, gold, level=1):
+    return [0.0] * len(completions)
+
+
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+
+
+async def agent(task, *, base_url, api_key):
+    return 0.0
+
+
+GIVEN = {"prompts": PROMPTS, "rewards": {"short": brief}}
+AGENT = {"rewards": None, "agent": agent}
+ENV = {"rewards": None, "env": lambda: None}
 
 
 def test_a_logger_is_told_of_arguments_alone(tmp_path):
@@ -88,11 +124,59 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
         # A negative norm would turn the gradient round.
         ({"clip_grad_norm": -1.0}, "clip_grad_norm must be a positive"),
         ({"kl_to_ref_coeff": "0.1"}, "kl_to_ref_coeff must be"),
+        ({"logger": "tb"}, "logger='tb' is not one of csv"),
+        ({"logger": ["csv"]}, "is not one of csv"),
+        ({"engine": {"max_runing_requests": 8}}, "max_running_requests"),
+        ({"model": "./nowhere"}, "There is no model folder './nowhere'"),
+        ({"prompts": [{"text": "a"}]}, "The first task of prompts has no 'query'"),
+        ({"prompts": ["a", {"q": "b"}]}, "Task 1 of prompts has no 'query'"),
+        ({"prompts": ["a", 3]}, "A task must be a text"),
+        ({"prompts": [*PROMPTS, {"query": "a", "text": "b"}]}, "Task 1 .* 'text'"),
+        ({"eval_prompts": [{"query": "a", "reward": 1}]}, "eval_prompts .* 'reward'"),
+        ({"prompts": [*PROMPTS, {"query": "a", "short": 1}]}, "Task 1 .* 'short'"),
+        ({"prompts": Dataset.from_list([{"query": "a", "next": 1}])}, "'next'"),
+        ({"prompts": [{"query": "a", "tokens": 1}], **AGENT}, "'tokens'"),
+        ({"prompts": [{"query": "a", "text": 1}], **ENV}, "'text'"),
+        ({"rewards": of_trl}, "needs the column 'gold', and the task has 'query'"),
+        ({"rewards": [brief, of_trl_with_more]}, "needs the column 'gold'"),
+        ({"prompts": [{"query": "a", "gold": 1}, "b"], "rewards": of_trl}, "'gold'"),
+        ({"group_rewards": {"gold": of_trl}}, "needs the column 'gold'"),
+        ({"rewards": of_verl}, "needs 'ground_truth', or 'reward_model'"),
     ],
 )
 def test_what_is_wrong_is_told_before_servers_are_started(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
-        GRPO("model", **{"prompts": PROMPTS, "rewards": brief, **wrong})
+        GRPO(**{"model": "model", **GIVEN, **wrong})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        # What an agent reads is its own, and so is the text of its rows.
+        {"prompts": [{"text": "a"}], **AGENT},
+        {"prompts": [{"query": "a", "gold": 1}], "rewards": of_trl},
+        {"prompts": [{"query": "a", "reward_model": {}}], "rewards": of_verl},
+        {"prompts": iter(["a"]), "rewards": of_trl},
+    ],
+)
+def test_tasks_that_are_not_refused(given):
+    GRPO("model", **{**GIVEN, **given})
+
+
+def test_columns_that_a_run_takes_for_taken(fake_engine, tiny_model_path, tmp_path):
+    run = GRPO(tiny_model_path, **GIVEN, engine=fake_engine, output=tmp_path)
+    with run:
+        columns = run.collector._collection.groups._columns
+    assert columns == ROW_COLUMNS | POLICY_COLUMNS | TURN_COLUMNS | {"short"}
+
+
+def test_old_tokens_without_a_correction_are_told_of():
+    with pytest.warns(RuntimeWarning, match="give correction='decoupled_token_is'"):
+        GRPO("model", **GIVEN, max_staleness=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GRPO("model", **GIVEN, max_staleness=1, correction="decoupled_token_is")
+        GRPO("model", **GIVEN, max_staleness=1, loss=CorrectedGRPOLoss)
 
 
 def test_greedy_groups_are_told_of():
@@ -180,6 +264,36 @@ def test_names_of_other_libraries_in_mappings():
     ):
         with pytest.raises(ConfigurationError, match=hint):
             GRPO("model", **given, **wrong)
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda path: GRPO(path, prompts=PROMPTS, rewards=brief)._serving.model,
+        lambda path: GRPO("model", prompts=PROMPTS, rewards=brief, output=path).folder,
+        lambda path: RunRecorder(path).folder,
+        find_recording,
+        lambda path: Store(f"{path}/sessions.db")._path.removesuffix("/sessions.db"),
+        _find_folder,
+        lambda path: DiskOptions(directory=path).directory,
+        lambda path: check_folder("output", Path(path)),
+    ],
+)
+def test_the_home_of_the_user(find, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "here").mkdir()
+    assert str(find("~/here")) == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize("kind", [DatasetDict, IterableDatasetDict])
+@pytest.mark.parametrize("name", ["prompts", "eval_prompts"])
+def test_all_splits_of_a_dataset(kind, name):
+    splits = kind({"train": [], "test": []})
+    given = {"prompts": PROMPTS, "rewards": brief, name: splits}
+    with pytest.raises(ConfigurationError, match=r"such as dataset\['train'\]"):
+        GRPO("model", **given)
+    with pytest.raises(ConfigurationError, match=r"such as dataset\['train'\]"):
+        make_prompts(splits, query_key="query", shuffle=False, seed=0)
 
 
 def test_a_misspelt_name():

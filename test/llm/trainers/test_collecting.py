@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from datasets import Dataset
 from helpers.fake_launcher import FakeLauncher
 from torch.utils.data import DataLoader
 from torchrl import logger as torchrl_logger
@@ -29,8 +30,11 @@ ROWS = [{"query": f"q{number}"} for number in range(6)]
 class Streamed:
     """As a streamed dataset: without a length, and read again from its beginning."""
 
+    def __init__(self, rows=ROWS):
+        self.rows = rows
+
     def __iter__(self):
-        return iter(ROWS)
+        return iter(self.rows)
 
 
 def sample(conversation, task):
@@ -86,6 +90,20 @@ def test_passes_over_a_stream_end_and_go_on(make, tmp_path):
     rows = rollouts_of(tmp_path / "run")
     assert Counter(row["prompt"] for row in rows) == {
         row["query"]: 2 * 2 for row in ROWS
+    }
+
+
+SEVEN = [{"query": f"q{number}"} for number in range(7)]
+
+
+@pytest.mark.parametrize("kind", [list, Streamed, Dataset.from_list, DataLoader])
+@pytest.mark.parametrize(("epochs", "sizes"), [(1, [4, 3]), (2, [4, 4, 4, 2])])
+def test_passes_have_all_prompts(make, tmp_path, kind, epochs, sizes):
+    make(prompts=kind(SEVEN), groups_per_batch=4, epochs=epochs).train()
+    rows = rollouts_of(tmp_path / "run")
+    assert [*Counter(row["step"] for row in rows).values()] == [2 * n for n in sizes]
+    assert Counter(row["prompt"] for row in rows) == {
+        row["query"]: 2 * epochs for row in SEVEN
     }
 
 
@@ -297,3 +315,26 @@ def test_the_log_of_a_run(make, tiny_model_path, level, monkeypatch):
     updates = any(line.startswith("Weights of version") for line in lines)
     assert (starts, updates) == (level <= logging.INFO, level == logging.DEBUG)
     assert torchrl_logger.level == level
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(make, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    given = {"logger": "tensorboard", "steps": 4, "resume": "auto"}
+    for ends_after, saved in ((1, None), (3, 2), (None, None)):
+        # The first one is killed before it has a checkpoint.
+        with make(**given) as run:
+            run.begin()
+            for batch in run.batches():
+                run.step += 1
+                run.report(run.learner.train(batch, run.collector.policy_version))
+                run.update_weights()
+                if run.step == saved:
+                    run.save()
+                if run.step == ends_after:
+                    break
+    events = EventAccumulator(str(next((tmp_path / "run").rglob("events.*")).parent))
+    events.Reload()
+    steps = [each.step for each in events.Scalars("batch/reward")]
+    assert steps == [1, 2, 3, 4]

@@ -83,8 +83,14 @@ class FunctionGroups:
         self._columns = writer.columns | frozenset(rewards.names)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Checks the names of a dataset's columns; see :func:`.check_names`."""
-        check_names(names, self._columns, "a column of prompts")
+        """Checks the names of a dataset's columns; see :func:`.check_names`.
+
+        Raises:
+            ConfigurationError: also if a reward function needs another column.
+        """
+        known = list(names)
+        check_names(known, self._columns, "a column of prompts")
+        self._rewards.check_columns(known)
 
     async def run(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -42,6 +42,15 @@ class RewardFunction:
     """Whether the function is called with all conversations of a group."""
     weight: float = 1.0
     """Factor of its values in the sum."""
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Checks that tasks have the columns that the function needs.
+
+        Raises:
+            ConfigurationError: naming the first column that they do not have.
+        """
+        if isinstance(self.call, _Adapted):
+            self.call.check_columns(names)
 
 
 def read_functions(
@@ -128,7 +137,29 @@ class _Adapted:
     def __init__(self, function: Callable[..., Any], role: str) -> None:
         self._function = function
         self._role = role
+        self._parameters = _parameters(function)
+        kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        self._required = [
+            name
+            for name, each in self._parameters.items()
+            if each.default is each.empty and each.kind not in kinds
+        ]
         self.__name__ = name_of(function)
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Checks that tasks have the columns that the function needs."""
+        raise NotImplementedError
+
+    def _taken(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the arguments that the function takes."""
+        parameters = self._parameters
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            return arguments
+        return {name: arguments[name] for name in parameters if name in arguments}
+
+
+_OF_TRL = ("prompts", "completions", "completion_ids")
+"""Arguments of TRL's functions that are not columns."""
 
 
 class _TrlReward(_Adapted):
@@ -138,8 +169,17 @@ class _TrlReward(_Adapted):
         super().__init__(function, role)
         self._query_key = query_key
 
+    def check_columns(self, names: Collection[str]) -> None:
+        """Checks that tasks have a column for each parameter without a default."""
+        for name in self._required:
+            if name not in names and name not in _OF_TRL:
+                raise ConfigurationError(
+                    f"{self._role} has TRL's signature and needs the column {name!r}, "
+                    f"and the task has {', '.join(map(repr, names))}."
+                )
+
     def __call__(self, conversations: Sequence[Conversation], task: Any) -> Any:
-        parameters = _parameters(self._function)
+        self.check_columns(task)
         columns = {key: [value] * len(conversations) for key, value in task.items()}
         prompt = task[self._query_key]
         # For a text TRL has texts, and for messages it has messages.
@@ -149,18 +189,7 @@ class _TrlReward(_Adapted):
             "completions": [complete(each) for each in conversations],
             "completion_ids": [each.turns[-1].token_ids for each in conversations],
         }
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            missing = [
-                name
-                for name, each in parameters.items()
-                if each.default is each.empty and name not in known
-            ]
-            if missing:
-                raise ConfigurationError(
-                    f"{self._role} has TRL's signature and needs the column "
-                    f"{missing[0]!r}, and the task has {', '.join(map(repr, task))}."
-                )
-            known = {name: known[name] for name in parameters if name in known}
+        known = self._taken(known)
         values = self._function(**known)
         if inspect.isawaitable(values):
             return _await_numbers(values)
@@ -190,30 +219,31 @@ def _messages(conversation: Conversation) -> Any:
 class _VerlReward(_Adapted):
     """verl's: ``(data_source, solution_str, ground_truth, extra_info) -> score``."""
 
-    def __call__(self, conversation: Conversation, task: Any) -> Any:
-        parameters = _parameters(self._function)
-        model = task.get("reward_model")
-        truth = task.get("ground_truth", (model or {}).get("ground_truth"))
-        if truth is None and _is_required(parameters.get("ground_truth")):
+    def check_columns(self, names: Collection[str]) -> None:
+        """Checks that tasks have a ground truth, if the function needs one."""
+        if not {"ground_truth", "reward_model"}.intersection(names):
+            self._check_truth(None, names)
+
+    def _check_truth(self, truth: Any, names: Iterable[str]) -> None:
+        if truth is None and "ground_truth" in self._required:
             raise ConfigurationError(
                 f"{self._role} has verl's signature and needs 'ground_truth', or "
                 f"'reward_model' with one, in the task, which has "
-                f"{', '.join(map(repr, task))}."
+                f"{', '.join(map(repr, names))}."
             )
+
+    def __call__(self, conversation: Conversation, task: Any) -> Any:
+        model = task.get("reward_model")
+        truth = task.get("ground_truth", (model or {}).get("ground_truth"))
+        self._check_truth(truth, task)
         known = {
             "data_source": task.get("data_source"),
             "solution_str": conversation.response,
             "ground_truth": truth,
             "extra_info": task.get("extra_info"),
         }
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            known = {name: known[name] for name in parameters if name in known}
-        value = self._function(**known)
+        value = self._function(**self._taken(known))
         return _await_score(value) if inspect.isawaitable(value) else _score(value)
-
-
-def _is_required(parameter: inspect.Parameter | None) -> bool:
-    return parameter is not None and parameter.default is parameter.empty
 
 
 async def _await_score(value: Any) -> Any:

@@ -6,7 +6,7 @@ rows are written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -70,6 +70,11 @@ class Rewards:
 
     def __bool__(self) -> bool:
         return bool(self._functions)
+
+    def check_columns(self, names: Collection[str]) -> None:
+        """Checks that tasks have the columns that the functions need."""
+        for _, function in self._functions:
+            function.check_columns(names)
 
     async def add(self, conversations: Sequence[Conversation]) -> None:
         """Calls all functions, side by side, and adds their weighted values."""

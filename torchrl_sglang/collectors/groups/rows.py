@@ -42,6 +42,12 @@ ROW_COLUMNS = frozenset(
 )
 """Columns of the rows of every kind of group, beside the policy's containers."""
 
+POLICY_COLUMNS = frozenset({"history", "log_probs", "masks", "text", "tokens"})
+"""Columns of the containers of a policy with its default keys."""
+
+TURN_COLUMNS = frozenset({"history", "step_count"})
+"""Further columns of the turns of plain functions."""
+
 
 def oldest_version(
     conversations: Sequence[Conversation], versions: PolicyVersions
@@ -68,7 +74,7 @@ class GroupWriter:
     def __init__(self, codec: TurnCodec, versions: PolicyVersions) -> None:
         self._codec = codec
         self._versions = versions
-        self.columns = ROW_COLUMNS | codec.columns | {"history", "step_count"}
+        self.columns = ROW_COLUMNS | codec.columns | TURN_COLUMNS
 
     def write(
         self, conversations: Sequence[Conversation], task: Mapping[str, Any]

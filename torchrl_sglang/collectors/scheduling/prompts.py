@@ -94,11 +94,18 @@ def count_tasks(given: Any) -> int | None:
 
 
 def refuse_table(name: str, given: Any) -> None:
-    """Refuses pandas' tables, which are read by column."""
-    if type(given).__module__.partition(".")[0] == "pandas":
+    """Refuses tables of pandas and all splits of a dataset, which have no rows."""
+    kind = type(given).__name__
+    library = type(given).__module__.partition(".")[0]
+    if library == "pandas":
         raise ConfigurationError(
-            f"{name} is a {type(given).__name__} of pandas; give its rows, "
-            f"table.to_dict('records')."
+            f"{name} is a {kind} of pandas; give its rows, table.to_dict('records')."
+        )
+    if library == "datasets" and isinstance(given, Mapping):
+        splits = list(given)
+        raise ConfigurationError(
+            f"{name} is a {kind} with the splits {', '.join(map(repr, splits))}; give "
+            f"one of them, such as dataset[{next(iter(splits), 'train')!r}]."
         )
 
 
@@ -110,15 +117,15 @@ def make_prompts(
     Raises:
         ConfigurationError: if they cannot be read, or shuffled.
     """
+    passes = None
+    if isinstance(given, Passes):
+        given, passes = given.prompts, given.count
+    refuse_table("prompts", given)
     if isinstance(given, (str, Mapping)) or is_tensor_collection(given):
         raise ConfigurationError(
             f"prompts must be a dataset, a data loader or an iterable of tasks, got "
             f"one {type(given).__name__}; give a list of them."
         )
-    passes = None
-    if isinstance(given, Passes):
-        given, passes = given.prompts, given.count
-    refuse_table("prompts", given)
     if is_read_by_index(given):
         if not len(given):
             raise ConfigurationError("prompts is empty; give at least one task.")
