@@ -55,7 +55,9 @@ async def run_agents(
     blocking = BlockingCalls("torchrl_sglang-agents", max_concurrent)
     failures: list[Exception] = []
 
-    async def one(task: Any, group: str) -> Session | None:
+    name = getattr(agent, "__name__", type(agent).__name__)
+
+    async def one(index: int, task: Any, group: str) -> Session | None:
         async with free:
             try:
                 return await _run_in_session(
@@ -64,12 +66,13 @@ async def run_agents(
             except Exception as error:  # noqa: BLE001 - An agent raises anything.
                 failures.append(error)
                 torchrl_logger.warning(
-                    f"An agent failed, and its session is dropped: {describe(error)}"
+                    f"The agent {name!r} failed at task {index}, {task!r:.200}, and "
+                    f"its session is dropped: {describe(error)}"
                 )
                 return None
 
     runs = [
-        one(task, f"{prefix}-{index}")
+        one(index, task, f"{prefix}-{index}")
         for index, task in enumerate(tasks)
         for _ in range(group_size)
     ]
@@ -79,7 +82,7 @@ async def run_agents(
         blocking.close()
     if failures and len(failures) == len(runs):
         raise GatewayError(
-            f"All {len(runs)} agents failed, the first one with "
+            f"All {len(runs)} agents failed, the first run of {name!r} with "
             f"{describe(failures[0])}."
         ) from failures[0]
     groups = (found[i : i + group_size] for i in range(0, len(runs), group_size))

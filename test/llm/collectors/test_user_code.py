@@ -20,6 +20,7 @@ from functools import partial
 import aiohttp
 import pytest
 import torch
+from datasets import Dataset
 from helpers.collecting import tasks, wait_until
 from helpers.tool_template import TOOL_TEMPLATE
 from torch.utils.data import DataLoader
@@ -338,6 +339,14 @@ def test_reserved_columns_of_a_dataset(make):
 
     with pytest.raises(ConfigurationError, match="'log_probs'.*rename"):
         make(prompts=Dataset(tasks(3)))
+
+
+def test_columns_of_a_dataset_that_a_reward_function_needs(make):
+    def score(completions, gold):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ConfigurationError, match="needs the column 'gold'"):
+        make(prompts=Dataset.from_list(tasks(3)), rewards=score)
 
 
 def test_the_reserved_names_are_those_of_a_row(make, gateway):
@@ -744,3 +753,18 @@ def test_blocking_agents_keep_no_process_from_ending(fake):
 
 def test_a_task_error_is_a_configuration_error():
     assert issubclass(TaskError, ConfigurationError)
+
+
+def test_one_bug_is_one_traceback(make, caplog):
+    """Of each place that raised, however many groups fail there."""
+
+    def reward(conversation, task):
+        if int(task["answer"]) % 2:
+            raise ValueError(f"no verdict on {task['answer']}")
+        return task["no such key"]
+
+    collector = make(rewards=reward, max_retries=0)
+    with pytest.raises(CollectionError, match="8 groups in a row"):
+        next(iter(collector))
+    shown = [each.exc_info[0] for each in caplog.records if each.exc_info]
+    assert sorted(kind.__name__ for kind in shown) == ["KeyError", "ValueError"]

@@ -145,6 +145,7 @@ def test_an_agent_that_fails_drops_its_session_alone(
     with caplog.at_level(logging.WARNING, logger="torchrl"):
         groups = run(gateway, agent, ["a", "bad", "b"], group_size=2, timeout=0.2)
     assert [len(group) for group in groups] == [2, 0, 2]
+    assert "The agent 'agent' failed at task 1, 'bad', and its" in caplog.text
     assert len(gateway.sessions) == 4
     with pytest.raises(GatewayError, match=f"All 1 agents failed.*{told}") as caught:
         run(gateway, agent, ["bad"], timeout=0.2)

@@ -10,6 +10,7 @@ import asyncio
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -151,6 +152,7 @@ class Collection:
         self._writing = False
         self._paused = False
         self._stopped = False
+        self._logged: set[tuple[type[BaseException], str, int]] = set()
         self._error: BaseException | None = None
         self._why = ""
         self._thread: threading.Thread | None = None
@@ -639,12 +641,14 @@ class Collection:
             if verdict.ends:
                 self.end(error, verdict.why)
         if not verdict.retry:
-            is_users = isinstance(error, UserFunctionError)
+            is_users, kind = isinstance(error, UserFunctionError), _kind_of(error)
+            is_new = kind not in self._logged
+            self._logged.add(kind)
             torchrl_logger.warning(
                 f"The group of prompt {position} was given up after "
                 f"{verdict.attempts} attempts: {_text(error)}",
-                # Where in the user's function it was raised.
-                exc_info=origin(error) if is_users else None,
+                # Where in the user's function it was raised; once for each place.
+                exc_info=origin(error) if is_users and is_new else None,
             )
         elif verdict.engine_began:
             # Once until a group is complete again: all that run fail together.
@@ -659,6 +663,14 @@ def _cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _kind_of(error: BaseException) -> tuple[type[BaseException], str, int]:
+    """Returns the class of an error of a user's function, and where it was raised."""
+    error, place = origin(error), ("", 0)
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        place = frame.f_code.co_filename, line
+    return type(error), *place
 
 
 def _text(error: BaseException) -> str:
