@@ -149,7 +149,7 @@ def refuse_unknown(init: Init) -> Init:
     """Has a constructor refuse unknown arguments with the one that was meant.
 
     Raises:
-        ConfigurationError: naming the first such argument.
+        ConfigurationError: naming all such arguments.
 
     Examples:
         >>> class Batch:
@@ -171,12 +171,14 @@ def refuse_unknown(init: Init) -> Init:
 
 
 def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuses arguments that are not known, with the one that was meant."""
-    for name in given:
-        if name not in known:
-            raise ConfigurationError(
-                f"{owner} has no argument {name!r}.{suggest(name, known)}"
-            )
+    """Refuses all arguments that are not known, each with the one that was meant."""
+    unknown = [
+        f"{owner} has no argument {name!r}.{suggest(name, known)}"
+        for name in given
+        if name not in known
+    ]
+    if unknown:
+        raise ConfigurationError(" ".join(unknown))
 
 
 def suggest(name: str, known: Collection[str]) -> str:

@@ -299,3 +299,10 @@ def test_all_splits_of_a_dataset(kind, name):
 def test_a_misspelt_name():
     with pytest.raises(ConfigurationError, match="Did you mean 'group_size'"):
         GRPO("model", group_sise=4)
+
+
+def test_all_names_of_another_library_are_refused_together():
+    with pytest.raises(
+        ConfigurationError, match=r"lr=\.\.\. .* kl_to_ref_coeff=\.\.\."
+    ):
+        GRPO("model", learning_rate=1e-6, beta=0.1)
