@@ -34,6 +34,8 @@ from torchrl_sglang.chat.rendered import (
 from torchrl_sglang.chat.tokens import Encoder
 from torchrl_sglang.errors import ConfigurationError
 
+_RESPONSE = "Response"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
@@ -99,6 +101,24 @@ class ChatTemplate(Encoder):
         if any("tool_calls" in message for message in messages):
             messages = [self._form.write(message) for message in messages]
         return self._render(messages, setting, prompt=prompt)
+
+    @cached_property
+    def end_ids(self) -> frozenset[int]:
+        """The special token that the template writes behind a response, if it does."""
+        chat = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": _RESPONSE},
+        ]
+        try:
+            text = self._render(chat, NO_PROMPT_SETTINGS, prompt=False)
+        except ConfigurationError:
+            return frozenset()
+        behind = text.rpartition(_RESPONSE)[2].lstrip()
+        return frozenset(
+            token_id
+            for token, token_id in self.special.items()
+            if behind.startswith(token)
+        )
 
     @cached_property
     def _quick(self) -> Template | None:
@@ -241,7 +261,8 @@ class ChatTemplate(Encoder):
         """Returns the text that the template writes behind a response and its end."""
         # A token that a request chose as an end is none to the template.
         end = response.end if response.end in self.special else None
-        rest = after_text(now, response.text)
+        # The message has an end that the template does not write.
+        rest = after_text(now, response.text.removesuffix(end or ""))
         if end is None:
             # If it is None, where the response ends in other words is not known.
             return rest
@@ -265,10 +286,13 @@ class ChatTemplate(Encoder):
 
         ``closed`` renders the conversation up to that response.
         """
-        if rest.startswith(end):
-            return rest[len(end) :]
+        has_end = rest.startswith(end)
+        if has_end:
+            rest = rest[len(end) :]
+            if self.special[end] in self.end_ids:
+                return rest
         other = next((token for token in self.special if rest.startswith(token)), None)
-        if other is None:
-            return None
         # Where a template writes no end, the token begins the next message.
-        return rest[len(other) :] if closed().rstrip().endswith(other) else None
+        if other is not None and closed().rstrip().endswith(other):
+            return rest[len(other) :]
+        return rest if has_end else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ from torchrl_sglang.gateway.progress import Follower, Progress
 from torchrl_sglang.gateway.turns import Prompt
 from torchrl_sglang.policies.engine_call import (
     AsyncGenerates,
+    EndTokens,
     SampleRequest,
     ask_async,
     turn_end_tokens,
@@ -148,7 +149,6 @@ class Policy:
         self._token_columns = token_columns
         self._logprobs_mode = logprobs_mode
         self._timeout = timeout
-        self._special = set(tokenizer.all_special_ids)
 
     async def check_parsers(self) -> None:
         """Asks the servers whether they have the parsers, as far as they answer now.
@@ -257,13 +257,13 @@ class Policy:
             *(self._read(each, prompt, ends) for each in completions)
         )
 
-    def _ends(self, sampling: Sampling) -> set[int]:
+    def _ends(self, sampling: Sampling) -> EndTokens:
         """Returns the tokens that end a turn."""
         return turn_end_tokens(
             sampling.params,
             eos_token_ids=self._engine.capabilities.eos_token_ids,
             tokenizer=self._tokenizer,
-            special_ids=self._special,
+            template=self._template,
         )
 
     def _follow(
@@ -274,7 +274,7 @@ class Policy:
         parses = is_chat and self._reasoning_parser is not None
         may_call = is_chat and bool(prompt.setting.tools)
 
-        def begin() -> tuple[DraftReader, set[int]]:
+        def begin() -> tuple[DraftReader, Set[int]]:
             stops = sampling.params.get("stop") or ()
             reader = DraftReader(
                 self._separate if parses else None,
@@ -282,7 +282,7 @@ class Policy:
                 call_parser=self._tool_call_parser if may_call else None,
                 stops=[stops] if isinstance(stops, str) else stops,
             )
-            return reader, self._ends(sampling)
+            return reader, self._ends(sampling).dropped
 
         template = self._template
         return Follower(begin, Detokenizer(template.decode, template.byte_tokens), tell)
@@ -296,11 +296,10 @@ class Policy:
         return parts.get("reasoning_text") or "", content or ""
 
     async def _read(
-        self, completion: Completion, prompt: Prompt, ends: set[int]
+        self, completion: Completion, prompt: Prompt, ends: EndTokens
     ) -> PolicyReply:
         ids = completion.token_ids
-        ended = bool(ids) and ids[-1] in ends
-        text = self._template.decode(ids[:-1] if ended else ids)
+        text = self._template.decode(ids[:-1] if ends.drop_last(ids) else ids)
         said = without_stop(text, completion.matched_stop)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if prompt.new_text is None:
@@ -308,7 +307,10 @@ class Policy:
         # Many turns are kept for long.
         completion = replace(completion, token_ids=list(shared_ids(ids)))
         return PolicyReply(
-            completion=completion, text=text, message=message, ended=ended
+            completion=completion,
+            text=text,
+            message=message,
+            ended=ends.have_ended(ids),
         )
 
     async def _parse(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 
 from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
@@ -40,15 +40,15 @@ class Follower:
     """Reads a response while it is generated, as often as there is time.
 
     Args:
-        begin: returns what finds what is certain, and the tokens that end a turn,
-            which are no part of the text; called when there are tokens.
+        begin: returns what finds what is certain, and the ends of a turn that are no
+            part of the text; called when there are tokens.
         decode: returns the text of tokens that are more each time.
         tell: is told of each draft.
     """
 
     def __init__(
         self,
-        begin: Callable[[], tuple[DraftReader, set[int]]],
+        begin: Callable[[], tuple[DraftReader, Set[int]]],
         decode: Detokenizer,
         tell: Callable[[Draft], None],
     ) -> None:

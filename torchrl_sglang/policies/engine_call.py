@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tokens import decode
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.policies.sampling import as_texts
@@ -257,21 +258,43 @@ def _single_tokens(stop: str | Sequence[str], tokenizer: Any) -> set[int]:
     return {ids[0] for ids in encoded if len(ids) == 1}
 
 
+class EndTokens(NamedTuple):
+    """Tokens that end a turn when they are the last of a response."""
+
+    ends: frozenset[int]
+    """All of them."""
+    dropped: frozenset[int]
+    """Those that messages lack: the chat template writes them itself, or its own end in
+    the place of the model's end-of-sequence token."""
+
+    def have_ended(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether a response ends with an end of a turn."""
+        return bool(token_ids) and token_ids[-1] in self.ends
+
+    def drop_last(self, token_ids: Sequence[int]) -> bool:
+        """Returns whether the message of a response lacks its last token."""
+        return bool(token_ids) and token_ids[-1] in self.dropped
+
+
 def turn_end_tokens(
     params: Mapping[str, Any],
     *,
     eos_token_ids: Sequence[int],
     tokenizer: Any,
-    special_ids: set[int],
-) -> set[int]:
+    template: ChatTemplate | None,
+) -> EndTokens:
     """Returns the tokens that end a turn when they are the last of a response.
 
     The server's finish reason is not enough: a response can end with such a token at
-    its maximum length, and a stop string can be the text of one token.
+    its maximum length, and a stop string can be the text of one token. A stop token is
+    a part of the message unless the template writes it: ``</tool_call>`` is one.
     """
-    ends = set(params.get("stop_token_ids", ()))
+    eos = frozenset({*eos_token_ids, getattr(tokenizer, "eos_token_id", None)})
+    ends = frozenset(params.get("stop_token_ids", ()))
     if not params.get("ignore_eos"):
-        ends.update(eos_token_ids, {getattr(tokenizer, "eos_token_id", None)})
-    if tokenizer is None:
-        return ends
-    return ends | special_ids & _single_tokens(params.get("stop", ()), tokenizer)
+        ends |= eos
+    if tokenizer is not None:
+        special = set(tokenizer.all_special_ids)
+        ends |= special & _single_tokens(params.get("stop", ()), tokenizer)
+    written = frozenset[int]() if template is None else template.end_ids
+    return EndTokens(ends=ends, dropped=ends & (eos | written))

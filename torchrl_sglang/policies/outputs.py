@@ -349,21 +349,23 @@ def add_info(
 
 def read_texts(
     completions: Sequence[Completion],
-    ended: Sequence[bool],
+    drops_last: Sequence[bool],
     *,
     tokenizer: Any,
     skip_special_tokens: bool,
 ) -> list[tuple[str, str]]:
     """Returns each response as text, and as the content of a message.
 
-    Messages lack the token that ends a turn: the chat template writes it itself, and
-    the next prompt would hold it twice.
+    ``drops_last``: messages that lack the last token, because the chat template writes
+    an end of the turn itself, and the next prompt would hold it twice.
     """
     rows = [completion.token_ids for completion in completions]
     exact = responses = decode(tokenizer, rows)
     if skip_special_tokens:
         responses = decode(tokenizer, rows, skip_special_tokens=True)
-    last = [row[-1] if end else None for row, end in zip(rows, ended, strict=True)]
+    last = [
+        row[-1] if drops else None for row, drops in zip(rows, drops_last, strict=True)
+    ]
     ends = sorted({token for token in last if token is not None})
     texts = decode(tokenizer, [[end] for end in ends]) if ends else []
     text_of: dict[int | None, str] = {None: "", **dict(zip(ends, texts, strict=True))}

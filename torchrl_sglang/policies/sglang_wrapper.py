@@ -45,7 +45,12 @@ from torchrl_sglang.policies.arguments import (
     check_tokenizer_kwargs,
 )
 from torchrl_sglang.policies.batching import Batcher
-from torchrl_sglang.policies.engine_call import SampleRequest, ask, turn_end_tokens
+from torchrl_sglang.policies.engine_call import (
+    EndTokens,
+    SampleRequest,
+    ask,
+    turn_end_tokens,
+)
 from torchrl_sglang.policies.inputs import (
     PromptBatch,
     read_history,
@@ -344,7 +349,6 @@ class SGLangWrapper(LLMWrapperBase):
         if padding_value is None:
             padding_value = getattr(tokenizer, "eos_token_id", None)
         self.padding_value = padding_value
-        self._special_ids = set(getattr(tokenizer, "all_special_ids", ()))
         if self.input_mode == "history":
             if tokenizer is None:
                 raise ConfigurationError(
@@ -576,13 +580,13 @@ class SGLangWrapper(LLMWrapperBase):
             token_columns=self.token_columns,
         )
 
-    def end_tokens(self, params: SamplingParams) -> set[int]:
+    def end_tokens(self, params: SamplingParams) -> EndTokens:
         """Returns the tokens that end a turn when they are the last of a response."""
         return turn_end_tokens(
             params.engine,
             eos_token_ids=self.model.capabilities.eos_token_ids,
             tokenizer=self.tokenizer,
-            special_ids=self._special_ids,
+            template=self.template if self.input_mode == "history" else None,
         )
 
     def _to_samples(
@@ -597,14 +601,14 @@ class SGLangWrapper(LLMWrapperBase):
             prompts, completions, log_probs=self.return_log_probs
         )
         ends = self.end_tokens(params)
-        ended = [bool(c.token_ids) and c.token_ids[-1] in ends for c in completions]
+        ended = [ends.have_ended(each.token_ids) for each in completions]
         if "generation_info" in self.key_by_container(params):
             outputs.add_info(samples, completions, ended, params.top_logprobs)
         outputs.add_columns(samples, prompts, completions, self.token_layouts)
         if self.return_text:
             texts = outputs.read_texts(
                 completions,
-                ended,
+                [ends.drop_last(each.token_ids) for each in completions],
                 tokenizer=self.tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
             )

@@ -46,7 +46,7 @@ class TurnResponse:
     text: str
     """Text of the response."""
     message: str
-    """Text of the response without the token that ends a turn."""
+    """Text of the response without the end of the turn that the template writes."""
     ended: bool
     """Whether the last token ends a turn."""
 
@@ -173,15 +173,17 @@ class TurnCodec:
         )
         assert isinstance(completion, Completion)
         ids = completion.token_ids
-        ended = bool(ids) and ids[-1] in self._ends
         ((text, message),) = outputs.read_texts(
             [completion],
-            [ended],
+            [self._ends.drop_last(ids)],
             tokenizer=policy.tokenizer,
             skip_special_tokens=self._params.skip_special_tokens,
         )
         return TurnResponse(
-            completion=completion, text=text, message=message, ended=ended
+            completion=completion,
+            text=text,
+            message=message,
+            ended=self._ends.have_ended(ids),
         )
 
     @property

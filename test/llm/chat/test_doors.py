@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from helpers.chat_families import FAMILIES, family_tokenizer, plain_tokenizer
 from tensordict import TensorDict, lazy_stack
+from tokenizers import AddedToken
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
 
@@ -253,6 +255,41 @@ def test_another_end_than_the_templates(door: str) -> None:
         each.ask([user("Hi")], writes)
     wanted, found = (each.ask([user("more")], writes) for each in doors)
     assert found == wanted
+
+
+@pytest.mark.parametrize("chosen", ["ids", "text"])
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "mistral-v3", "deepseek-v3"])
+def test_a_stop_token_that_the_template_does_not_write_stays(
+    name: str, door: str, special: bool, chosen: str
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer_of(name))
+    tokenizer.add_tokens([AddedToken("</tool_call>", special=special)])
+    token = tokenizer.convert_tokens_to_ids("</tool_call>")
+    talk = DOORS[door](tokenizer)
+    stop = (
+        {"stop_token_ids": [tokenizer.eos_token_id, token]}
+        if chosen == "ids"
+        else {"stop": ["\n\n", "</tool_call>"]}
+    )
+    talk.policy = talk.policy.get_new_version(generate_kwargs=stop)
+    content = "<tool_call>{}</tool_call>"
+    writes = [*written(tokenizer, content.removesuffix("</tool_call>"), None), token]
+    before = [*talk.ask([user("Hi")], writes), *writes]
+    assert talk.messages[-1]["content"] == content
+    # The template's own end is still none of the model's words.
+    writes = written(tokenizer, "fine", tokenizer.eos_token)
+    after = [*talk.ask([user("more")], writes), *writes]
+    assert talk.messages[-1]["content"] == "fine"
+    assert after[: len(before)] == before
+    last = talk.ask([user("and?")], writes)
+    if not special:
+        assert last[: len(after)] == after
+        rendered = tokenizer.apply_chat_template(
+            talk.messages[:-1], tokenize=False, add_generation_prompt=True
+        )
+        assert "".join(tokenizer.decode(last).split()) == "".join(rendered.split())
 
 
 def test_the_first_token_that_a_text_begins_with() -> None:

@@ -96,6 +96,28 @@ def test_a_reward_that_is_no_float_is_refused(session):
     assert "must be a finite number" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_token_that_is_text_stays_in_the_message(session, tokenizer, stream):
+    post(session, temperature=0)
+    stop = session.turns[0].completion.token_ids[-1]
+    body = {"temperature": 0, "stop_token_ids": [stop, tokenizer.eos_token_id]}
+    answer = post(session, messages=HELLO, stream=stream, **body)
+    assert answer.status_code == 200
+    turn = session.turns[1]
+    assert (turn.completion.token_ids[-1], turn.ended) == (stop, True)
+    assert turn.reply["content"] == tokenizer.decode(turn.completion.token_ids)
+    if stream:
+        lines = [line[6:] for line in answer.text.splitlines() if '"content"' in line]
+        deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+        said = "".join(delta.get("content") or "" for delta in deltas)
+    else:
+        said = answer.json()["choices"][0]["message"]["content"]
+    assert said == turn.reply["content"]
+    reply = {"role": "assistant", "content": said}
+    post(session, messages=[*HELLO, reply, *HELLO], **body)
+    assert session.turns[2].prompt.token_ids[: turn.num_tokens] == turn.token_ids
+
+
 # Keys and paths.
 
 
@@ -770,7 +792,7 @@ def test_content_behind_reasoning_begins_with_itself(fake_engine):
         assert "\n\n42" in turn.text
         post(session, messages=[*asked, found, *HELLO])
         assert session.turns[1].prompt.parent == 0
-        assert session.turns[1].prompt.token_ids[: turn.num_tokens] == turn.token_ids
+        assert session.turns[2].prompt.token_ids[: turn.num_tokens] == turn.token_ids
 
 
 def test_thinking_is_signed_and_joins_when_it_comes_back(fake_engine):
