@@ -38,9 +38,9 @@ class CallForm:
             written["tool_call_id"] = self.write_id(message["tool_call_id"])
         if message.get("tool_calls"):
             written["tool_calls"] = [self._call(c) for c in message["tool_calls"]]
-            if self.no_content and not message["content"].strip():
+            if self.no_content and not (message.get("content") or "").strip():
                 written["content"] = None
-        return written
+        return with_content(written, None if self.no_content else "")
 
     def write_id(self, given: Any) -> str:
         """Returns the id of a call in this form; equal ones stay equal."""
@@ -58,15 +58,22 @@ class CallForm:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Unchanged(CallForm):
-    """Messages as they are."""
+class UnchangedCalls(CallForm):
+    """Messages as they are, but for the content of those that have calls only."""
 
     def write(self, message: Message) -> dict[str, Any]:
         """Returns a message with its own calls."""
+        return with_content(message, None if self.no_content else "")
+
+
+def with_content(message: Message, beside_calls: str | None = "") -> dict[str, Any]:
+    """Returns a message of the assistant with a content, if its content was None.
+
+    A ``History`` drops it then. ``beside_calls``: the content if there are tool calls.
+    """
+    if message["role"] != "assistant" or message.get("content") is not None:
         return dict(message)
-
-
-UNCHANGED = _Unchanged()
+    return {**message, "content": beside_calls if message.get("tool_calls") else ""}
 
 
 def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from jinja2 import Template
+from jinja2 import Template, nodes
 from jinja2.environment import Environment
 from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
@@ -111,3 +112,39 @@ def quick_template(tokenizer: Any, source: str) -> Template | None:
     }
     sandbox.filters = {**known.filters, "tojson": write_once(known.filters["tojson"])}
     return sandbox.from_string(source)
+
+
+MARKER = "torchrl_sglang_mark"
+"""The variable of :func:`marking_template` with the function that returns marks."""
+
+
+def marking_template(source: str) -> Template:
+    """Returns a template that writes a mark before each pass of a loop, and behind it.
+
+    It calls the variable :data:`MARKER` with the number of the loop, and in a pass with
+    the values of the loop's variables, too.
+    """
+    environment = chat_template_utils._compile_jinja_template(source).environment
+    tree = _Marking().visit(environment.parse(source))
+    return environment.from_string(tree.set_environment(environment))
+
+
+class _Marking(NodeTransformer):
+    """Adds marks to the loops of a template."""
+
+    _loops = 0
+
+    def visit_For(self, node: nodes.For) -> list[nodes.Node]:  # noqa: N802
+        self._loops += 1
+        number = nodes.Const(self._loops)
+        targets = [node.target, *node.target.find_all(nodes.Name)]
+        names = [each.name for each in targets if isinstance(each, nodes.Name)]
+
+        def mark(*names: str) -> nodes.Node:
+            values = [number, *(nodes.Name(name, "load") for name in names)]
+            call = nodes.Call(nodes.Name(MARKER, "load"), values, [], None, None)
+            return nodes.Output([call]).set_lineno(node.lineno)
+
+        self.generic_visit(node)
+        node.body = [mark(*names), *node.body]
+        return [node, mark()]

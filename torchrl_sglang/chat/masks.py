@@ -1,16 +1,28 @@
-"""Masks of the tokens that the assistant wrote in a complete conversation."""
+"""Masks of the tokens that the assistant wrote in a complete conversation.
+
+A turn is what the template writes in the pass of its loop over the messages, less what
+it writes of the generation prompt there. Its position is read off the template as it
+runs: no text of a message is searched for.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\b")
+
+_MARKS = ("\uf8f0", "\uf8f1")
+"""Characters for private use, which begin and end a mark."""
+_MARK = re.compile(f"{_MARKS[0]}(\\d+):(\\d*){_MARKS[1]}")
+
+_QUESTION = {"role": "user", "content": "?"}
 
 
 def encode_full(
@@ -19,13 +31,19 @@ def encode_full(
     """Returns text, token ids and assistant masks of complete conversations.
 
     The mask covers the template's ``{% generation %}`` blocks. Without them it covers
-    each assistant turn from the generation prompt to its end-of-turn token, inclusive.
+    all that the template writes for each assistant turn, from the generation prompt to
+    the end-of-turn token, inclusive; white space behind that is no part of the turn.
+
+    Raises:
+        ConfigurationError: if the template does not take a conversation, or it has no
+            ``{% generation %}`` blocks and does not write each turn in one pass of a
+            loop over the messages.
     """
     tokenizer = template.tokenizer
     texts = [template.render(chat, prompt=False) for chat in chats]
     if _GENERATION_MARKER.search(template.source):
         encoded = tokenizer.apply_chat_template(
-            [list(chat) for chat in chats],
+            [template.in_form(chat) for chat in chats],
             chat_template=template.source,
             tokenize=True,
             return_dict=True,
@@ -39,10 +57,7 @@ def encode_full(
         mask = [False] * len(ids)
         for begin, end in _assistant_spans(chat, text, template):
             for index, start in enumerate(starts):
-                if begin <= start < end:
-                    mask[index] = True
-                    if ids[index] == tokenizer.eos_token_id:
-                        break
+                mask[index] = mask[index] or begin <= start < end
         token_ids.append(ids)
         masks.append(mask)
     return texts, token_ids, masks
@@ -67,37 +82,121 @@ def _encode_with_starts(text: str, tokenizer: Any) -> tuple[list[int], list[int]
     return ids, lengths
 
 
+class _Pass(NamedTuple):
+    """A pass of a loop, or what is behind the loop."""
+
+    loop: int
+    message: int | None
+    """Position of the message in the conversation; ``None`` behind the loop."""
+    begin: int
+    """Where it begins in the rendered text."""
+    end: int
+    """Where the next pass of this loop begins, or what is behind the loop."""
+
+
 def _assistant_spans(
     chat: Sequence[Message], text: str, template: ChatTemplate
 ) -> list[tuple[int, int]]:
     """Returns the text spans of the assistant's turns in a templated conversation."""
+    turns = [i for i, message in enumerate(chat) if message["role"] == "assistant"]
+    if not turns:
+        return []
+    chat = template.in_form(chat)
+    rendered, passes = _render_passes(chat, template)
+    if rendered != text:
+        raise _not_found("other texts are made of what the loop writes")
     spans = []
-    cursor = 0
-    for index, message in enumerate(chat):
-        if message["role"] != "assistant":
+    for index in turns:
+        turn = _pass_of(index, passes, chat)
+        if turn is None:
             continue
-        before = _render_part(chat[:index], template, prompt=True)
-        upto = _render_part(chat[: index + 1], template, prompt=False)
-        if before and upto and text.startswith(before) and text.startswith(upto):
-            begin, end = len(before), len(upto)
-        else:
-            # The template renders earlier turns differently from the last one.
-            begin = text.find(message["content"], cursor)
-            end = begin + len(message["content"])
-            if begin < 0:
-                continue
-        # Trailing white space belongs to the template.
-        end = begin + len(text[begin:end].rstrip())
-        spans.append((begin, end))
-        cursor = end
+        begin = turn.begin + _size_of_header(index, turn, text, chat, template)
+        written = text[begin : turn.end].rstrip()
+        if index == len(chat) - 1 and not written.endswith(tuple(template.special)):
+            # The end of the turn may be behind the loop.
+            written = text[begin:].rstrip()
+        spans.append((begin, begin + len(written)))
     return spans
 
 
-def _render_part(
-    chat: Sequence[Message], template: ChatTemplate, *, prompt: bool
-) -> str | None:
-    """Returns the beginning of a conversation as text, if the template accepts it."""
-    try:
-        return template.render(chat, prompt=prompt)
-    except ConfigurationError:
-        return None
+def _render_passes(
+    chat: Sequence[Message], template: ChatTemplate, *, prompt: bool = False
+) -> tuple[str, list[_Pass]]:
+    """Returns a rendered conversation, and the passes of loops that wrote it."""
+
+    def mark(loop: int, message: int | None) -> str:
+        return f"{_MARKS[0]}{loop}:{'' if message is None else message}{_MARKS[1]}"
+
+    marked = template.render_marked(chat, mark, prompt=prompt)
+    parts = _MARK.split(marked)
+    text, begins = parts[0], []
+    for loop, message, part in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        begins.append((int(loop), int(message) if message else None, len(text)))
+        text += part
+    ends: dict[int, int] = {}
+    passes = []
+    for loop, index, begin in reversed(begins):
+        passes.append(_Pass(loop, index, begin, ends.get(loop, len(text))))
+        ends[loop] = begin
+    return text, passes[::-1]
+
+
+def _pass_of(
+    index: int, passes: Sequence[_Pass], chat: Sequence[Message]
+) -> _Pass | None:
+    """Returns the pass that writes a message; ``None`` if nothing is written of it."""
+    writing = [p for p in passes if p.message == index and p.begin < p.end]
+    if len(writing) == 1:
+        return writing[0]
+    if writing or chat[index]["content"] or chat[index].get("tool_calls"):
+        raise _not_found(f"message {index} is written in {len(writing)} passes of them")
+    return None
+
+
+def _size_of_header(
+    index: int, turn: _Pass, text: str, chat: Sequence[Message], template: ChatTemplate
+) -> int:
+    """Returns how much of the generation prompt the template writes before a turn."""
+    before, written = chat[:index] or [_QUESTION], text[turn.begin : turn.end]
+    header = _behind_loop(turn.loop, before, template, prompt=True)
+    if written.startswith(header):
+        return len(header)
+    # What the template writes behind each conversation is no part of the header.
+    always = _behind_loop(turn.loop, before, template, prompt=False)
+    headers = [header, header.removeprefix(always)]
+    # A "<think>" in it is not written again of earlier turns. What the turn's own text
+    # has in common with that is no header: another text shows where the header ends.
+    probe = {"role": "assistant", "content": _MARKS[0]}
+    others = [*chat[:index], probe, *chat[index + 1 :]]
+    rendered, passes = _render_passes(others, template)
+    other = _pass_of(index, passes, others)
+    assert other is not None
+    of_probe = rendered[other.begin : other.end]
+    return max(_num_common(header, written, of_probe) for header in headers)
+
+
+def _behind_loop(
+    loop: int, chat: Sequence[Message], template: ChatTemplate, *, prompt: bool
+) -> str:
+    """Returns what a template writes behind its loop over the messages."""
+    rendered, passes = _render_passes(chat, template, prompt=prompt)
+    begins = [each.begin for each in passes if each.loop == loop]
+    if not begins:
+        raise _not_found("the loop is left out of a shorter conversation")
+    return rendered[begins[-1] :]
+
+
+def _num_common(*texts: str) -> int:
+    """Returns how many characters the texts have in common at their beginning."""
+    letters = zip(*texts, strict=False)
+    return len(list(takewhile(lambda same: len(set(same)) == 1, letters)))
+
+
+def _not_found(reason: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"The assistant's turns have no known positions in this conversation: the chat "
+        f"template has no {{% generation %}} blocks, so each turn must be written in "
+        f"one pass of a loop over the messages, but {reason}. Put what the template "
+        f"writes for an assistant's turn between {{% generation %}} and "
+        f"{{% endgeneration %}}, and pass the template as chat_template=..."
+    )

@@ -19,9 +19,20 @@ from typing import Any
 
 from jinja2 import Environment, Template, TemplateSyntaxError
 
-from torchrl_sglang.chat.call_forms import UNCHANGED, CallForm, find_form
+from torchrl_sglang.chat.call_forms import (
+    CallForm,
+    UnchangedCalls,
+    find_form,
+    with_content,
+)
 from torchrl_sglang.chat.choose import choose_template
-from torchrl_sglang.chat.environment import RESERVED, as_read, quick_template
+from torchrl_sglang.chat.environment import (
+    MARKER,
+    RESERVED,
+    as_read,
+    marking_template,
+    quick_template,
+)
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.prompt_settings import NO_PROMPT_SETTINGS, PromptSettings
 from torchrl_sglang.chat.rendered import (
@@ -68,7 +79,7 @@ class ChatTemplate(Encoder):
     ) -> None:
         super().__init__(tokenizer)
         self.source = choose_template(tokenizer, template=template)
-        self._found_form: CallForm | None = None if adapts_calls else UNCHANGED
+        self._adapts_calls = adapts_calls
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -98,9 +109,45 @@ class ChatTemplate(Encoder):
         Raises:
             ConfigurationError: if the template does not take the conversation.
         """
-        if any("tool_calls" in message for message in messages):
-            messages = [self._form.write(message) for message in messages]
-        return self._render(messages, setting, prompt=prompt)
+        return self._render(self.in_form(messages), setting, prompt=prompt)
+
+    def in_form(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Returns messages in the form that the template takes."""
+        has_calls = any("tool_calls" in message for message in messages)
+        write = self._form.write if has_calls else with_content
+        return [write(message) for message in messages]
+
+    def render_marked(
+        self, messages: Sequence[Message], mark: Callable[..., str], *, prompt: bool
+    ) -> str:
+        """Returns :meth:`render` with marks, see :func:`.marking_template`.
+
+        Args:
+            messages: as :meth:`in_form` returns them.
+            mark: called with the number of a loop, and the position of a message, or
+                ``None`` behind the loop.
+            prompt: up to the assistant's turn.
+
+        Raises:
+            ConfigurationError: if the template does not take the conversation.
+        """
+        read = as_read([dict(message) for message in messages])
+
+        def mark_each(loop: int, *values: Any) -> str:
+            if not values:
+                return mark(loop, None)
+            places = [i for i, m in enumerate(read) if any(m is v for v in values)]
+            return mark(loop, places[0]) if places else ""
+
+        variables = {**self._variables(read, prompt=prompt), MARKER: mark_each}
+        try:
+            return self._marking.render(**variables)
+        except Exception as error:
+            raise _refusal(error) from error
+
+    @cached_property
+    def _marking(self) -> Template:
+        return marking_template(self.source)
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
@@ -126,15 +173,15 @@ class ChatTemplate(Encoder):
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code cannot be pickled.
-        return {name: each for name, each in vars(self).items() if name != "_quick"}
+        compiled = ("_quick", "_marking")
+        return {name: each for name, each in vars(self).items() if name not in compiled}
 
-    @property
+    @cached_property
     def _form(self) -> CallForm:
-        if self._found_form is None:
-            self._found_form = find_form(
-                lambda probe: self._render(probe, NO_PROMPT_SETTINGS)
-            )
-        return self._found_form
+        form = find_form(lambda probe: self._render(probe, NO_PROMPT_SETTINGS))
+        if self._adapts_calls:
+            return form
+        return UnchangedCalls(no_content=form.no_content)
 
     def _render(
         self,
@@ -148,14 +195,7 @@ class ChatTemplate(Encoder):
         try:
             if self._quick is not None and RESERVED.isdisjoint(variables) and said:
                 return self._quick.render(
-                    **{
-                        **self.tokenizer.special_tokens_map,
-                        **variables,
-                        "messages": as_read(said),
-                        "tools": list(setting.tools) or None,
-                        "documents": None,
-                        "add_generation_prompt": prompt,
-                    }
+                    **self._variables(as_read(said), setting, prompt=prompt)
                 )
             text: str = self.tokenizer.apply_chat_template(
                 said,
@@ -167,11 +207,25 @@ class ChatTemplate(Encoder):
             )
         except Exception as error:
             # Templates raise arbitrary errors, for example on the order of roles.
-            raise ConfigurationError(
-                f"The chat template refuses this conversation: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+            raise _refusal(error) from error
         return text
+
+    def _variables(
+        self,
+        messages: Sequence[Message],
+        setting: PromptSettings = NO_PROMPT_SETTINGS,
+        *,
+        prompt: bool,
+    ) -> dict[str, Any]:
+        """Returns the variables of the template, as transformers sets them."""
+        return {
+            **self.tokenizer.special_tokens_map,
+            **setting.template_kwargs,
+            "messages": messages,
+            "tools": list(setting.tools) or None,
+            "documents": None,
+            "add_generation_prompt": prompt,
+        }
 
     def extend(
         self,
@@ -296,3 +350,9 @@ class ChatTemplate(Encoder):
         if other is not None and closed().rstrip().endswith(other):
             return rest[len(other) :]
         return rest if has_end else None
+
+
+def _refusal(error: Exception) -> ConfigurationError:
+    return ConfigurationError(
+        f"The chat template refuses this conversation: {type(error).__name__}: {error}"
+    )

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+import re
+from itertools import groupby
 
 import pytest
+from helpers.chat_families import FAMILIES, family_tokenizer
+from helpers.talk import ARGUMENTS, call, result
 from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.data.llm.history import _CHAT_TEMPLATES
 from torchrl.modules.llm.policies import ChatHistory
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from torchrl_sglang.chat.choose import choose_template
 from torchrl_sglang.chat.masks import encode_full
@@ -32,6 +38,7 @@ CHATS = [
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace(
     "{% endgeneration %}", ""
 )
+ASSISTANT_OF_R1 = FAMILIES["deepseek-r1"].special[3]
 # Drops what was thought in earlier turns, as templates of reasoning models do.
 FORGETFUL = (
     "{% for m in messages %}{{ m['role'] + ': ' }}"
@@ -67,8 +74,115 @@ def test_a_template_that_rewrites_earlier_turns(tokenizer):
     found = [
         marked(ids, mask, tokenizer) for ids, mask in zip(token_ids, masks, strict=True)
     ]
-    # Of the turn that was rewritten nothing is left that the model wrote as it stands.
-    assert found == ["hi<|im_end|>", "", "<|im_end|>"]
+    # Also what the template leaves of an earlier turn.
+    assert found == ["hi<|im_end|>" * 2, "", "<|im_end|>"]
+
+
+def between_marks(ids, mask, tokenizer) -> str:
+    """Returns the text of tokens, with «» around what is masked."""
+    runs = groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])
+    texts = [(bit, tokenizer.decode([i for i, _ in pairs])) for bit, pairs in runs]
+    return "".join(f"«{text}»" if bit else text for bit, text in texts)
+
+
+THOUGHT = "<think>\n5=4+1, yes\n</think>\n\n"
+
+
+@pytest.mark.parametrize("thought", ["", THOUGHT], ids=["plain", "reasoning"])
+@pytest.mark.parametrize("answers", [("yes", "no"), ("5", "<third>"), ("<", "Hi\n\na")])
+@pytest.mark.parametrize("tail", [0, 1], ids=["assistant last", "user last"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_masks_lie_where_the_template_writes_a_turn(name, tail, answers, thought):
+    """Other messages have the same texts. Transformers renders them marked."""
+    tokenizer, end = family_tokenizer(name), FAMILIES[name].end
+
+    def chat(mark):
+        users = ["Say yes or no: 5", "<third> Hi yes</think>no <", "yes"]
+        messages = []
+        for question, answer in zip(users, answers, strict=False):
+            messages.append({"role": "user", "content": question})
+            content = thought + mark + answer
+            messages.append({"role": "assistant", "content": content})
+        return [*messages, {"role": "user", "content": users[-1]}][: 4 + tail]
+
+    expected = tokenizer.apply_chat_template(chat("«"), tokenize=False)
+    # The turn also has what the template writes between its header and the answer.
+    before = f" ?<think>[^<]*</think>\n*| |{re.escape(ASSISTANT_OF_R1)}\n+"
+    expected = re.sub(f"({before})?«", r"«\1", expected)
+    expected = expected.replace(f"«{ASSISTANT_OF_R1}", f"{ASSISTANT_OF_R1}«")
+    expected = re.sub(f"(«.*?{re.escape(end)})", r"\1»", expected, flags=re.DOTALL)
+    template = ChatTemplate(tokenizer, adapts_calls=False)
+    (text,), (ids,), (mask,) = encode_full([chat("")], template)
+    assert text == tokenizer.apply_chat_template(chat(""), tokenize=False)
+    assert between_marks(ids, mask, tokenizer) == expected
+
+
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_masks_of_tool_calls(name, content):
+    family, tokenizer = FAMILIES[name], family_tokenizer(name)
+    template = ChatTemplate(tokenizer, adapts_calls=False)
+    reply = {"content": content, "tool_calls": [call(0)]}
+    if family.texts:
+        arguments = json.dumps(ARGUMENTS, ensure_ascii=False)
+        reply["tool_calls"][0]["function"]["arguments"] = arguments
+    chat = [
+        {"role": "user", "content": "weather sunny?"},
+        {"role": "assistant", **reply},
+        result(0),
+        {"role": "assistant", "content": "sunny"},
+        {"role": "user", "content": "sunny"},
+    ]
+    dropped = [{k: v for k, v in m.items() if v is not None} for m in chat]
+    if not family.around[0] and name != "llama3.1" and "gemma" in name:
+        with pytest.raises(ConfigurationError, match="take turns"):
+            encode_full([dropped], template)
+        return
+    (text,), (ids,), (mask,) = encode_full([dropped], template)
+    if not (content is None and name in ("chatml", "qwen3")):
+        # These want a text.
+        (wanted,), _ = render_jinja_template(
+            conversations=[chat],
+            chat_template=tokenizer.chat_template,
+            **tokenizer.special_tokens_map,
+        )
+        assert text == wanted
+    runs = re.findall("«(.*?)»", between_marks(ids, mask, tokenizer), re.DOTALL)
+    written = "" if name == "chatml" else family.write(calls=[call(0)])
+    if name == "deepseek-v3" and content == "":
+        written = ""
+    if name == "deepseek-r1" and content == "":
+        # It writes an empty turn behind the calls.
+        written += f"{family.end}{ASSISTANT_OF_R1}"
+    answer = " sunny" if name == "mistral-v3" else "sunny"
+    assert runs == [written + family.end, answer + family.end]
+
+
+LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for i in range(4) %}{{ messages[i].content }}{% endfor %}", "in 0 passes"),
+        (f"{LOOP}{LOOP}", "in 2 passes"),
+        (f"{{% set x %}}{LOOP}{{% endset %}}{{{{ x | length }}}}", "other texts"),
+    ],
+)
+def test_positions_that_a_template_does_not_show(tokenizer, source, reason):
+    with pytest.raises(ConfigurationError, match=rf"{reason}.*{{% generation %}}"):
+        encode_full(CHATS[:1], ChatTemplate(tokenizer, source))
+
+
+def test_an_end_behind_the_loop_and_a_loop_that_is_left(tokenizer):
+    source = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if not m.content %}{% continue %}"
+        "{% endif %}{{ m.content }}{% if loop.last %}{% break %}{% endif %}{{ '\n' }}"
+        "{% endfor %}{{ eos_token }}{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    _, (ids, *_), (mask, *_) = encode_full(CHATS, ChatTemplate(tokenizer, source))
+    found = between_marks(ids, mask, tokenizer)
+    assert found == "user:hi\nassistant:«yes: hi»\nuser:hi\nassistant:«hi<|im_end|>»"
 
 
 def test_a_slow_tokenizer(tokenizer):
