@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import queue
+import re
 import sys
 import threading
 
@@ -32,7 +33,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from torchrl_sglang import SGLangWrapper
-from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.testing.tiny_model import CHAT_TEMPLATE, make_tiny_model
 
 pytestmark = [
     # The environments decide how many turns there are, not the size of a batch.
@@ -474,12 +475,28 @@ def check_rows(actual, expected) -> None:
         torch.testing.assert_close(row, padded, atol=TOLERANCE, rtol=0)
 
 
+# Its generation prompt begins reasoning, which complete turns lack.
+WITHOUT_BLOCKS = re.sub(r"{% (end)?generation %}", "", CHAT_TEMPLATE).replace(
+    "assistant\\n'", "assistant\\n<think>\\n'"
+)
+
+
 @pytest.mark.parametrize("pad_output", [False, True])
-@pytest.mark.parametrize("assistant_only", [False, True])
-def test_retrieve_log_prob(engine, tokenizer, score, pad_output, assistant_only):
+@pytest.mark.parametrize(
+    ("assistant_only", "source"),
+    [(False, None), (True, None), (True, WITHOUT_BLOCKS)],
+    ids=["all", "assistant", "assistant, no blocks"],
+)
+def test_retrieve_log_prob(
+    engine, tokenizer, score, pad_output, assistant_only, source
+):
     """The reference model's log-probs of whole conversations, in a ChatEnv."""
     reference = make_scorer(
-        engine, tokenizer, pad_output=pad_output, log_probs_key="ref"
+        engine,
+        tokenizer,
+        pad_output=pad_output,
+        log_probs_key="ref",
+        chat_template=source,
     )
     env = ChatEnv(batch_size=(2,), tokenizer=tokenizer)
     env = env.append_transform(Declare(("ref", "full")))

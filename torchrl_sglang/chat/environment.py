@@ -124,7 +124,8 @@ def marking_template(source: str) -> Template:
     It calls the variable :data:`MARKER` with the number of the loop, and in a pass with
     the values of the loop's variables, too.
     """
-    environment = chat_template_utils._compile_jinja_template(source).environment
+    compiled = chat_template_utils._compile_jinja_template(source)
+    environment: Environment = compiled.environment
     tree = _Marking().visit(environment.parse(source))
     return environment.from_string(tree.set_environment(environment))
 

@@ -22,7 +22,8 @@ class ChatResponse:
     message: Message
     """The response as a message, tool calls and reasoning apart."""
     text: str
-    """The response as a text, without the stop string or token that ended it."""
+    """The response as a text, without the stop string that ended it, and without an end
+    that the template writes."""
     end: str | None
     """Text of that token; ``None`` if no token ended it."""
 

@@ -293,7 +293,7 @@ class ChatTemplate(Encoder):
         written, end = self.decode(known), self.decode(known[-1:])
         if end not in self.special:
             end = ""
-        begin = written.removesuffix(end)
+        begin = self._with_ends(written.removesuffix(end), text)
         rest = after_text(text, begin) if begin.strip() else None
         if end and rest is not None:
             try:
@@ -303,6 +303,21 @@ class ChatTemplate(Encoder):
         if rest is None or not keeps(messages, text.removesuffix(rest), written):
             return None
         return [*known, *self.encode_behind(rest, end)]
+
+    def _with_ends(self, written: str, text: str) -> str:
+        """Returns a text with the template's ends where a model wrote others.
+
+        ``text``: rendered; it has no other end, or the template's own behind it.
+        """
+        tokens = [token for token, i in self.special.items() if i in self.end_ids]
+        for end in tokens:
+            for other in self.special.keys() - {end}:
+                if other in written and f"{other}{end}" in text:
+                    written = written.replace(f"{other}{end}", other)
+                    written = written.replace(other, f"{other}{end}")
+                elif other in written and other not in text:
+                    written = written.replace(other, end)
+        return written
 
     def _rest(
         self,

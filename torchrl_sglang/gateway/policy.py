@@ -61,7 +61,7 @@ class PolicyReply:
     completion: Completion
     """Tokens of the response."""
     text: str
-    """Text of the response, without the token that ends a turn."""
+    """Text of the response, without the end of the turn that the template writes."""
     message: Message
     """The response as a message."""
     ended: bool

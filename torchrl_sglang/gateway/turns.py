@@ -118,7 +118,7 @@ class Turn:
     completion: Completion
     """Response of the model: tokens, log-probs and weight versions."""
     text: str
-    """Text of the response, without the token that ends a turn."""
+    """Text of the response, without the end of the turn that the template writes."""
     reply: Message
     """The response as a message, tool calls and reasoning apart."""
     ended: bool

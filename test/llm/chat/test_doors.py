@@ -39,7 +39,7 @@ def tokenizer_of(name: str) -> Any:
 class ScriptedEngine(AsyncSGLang):
     """An engine whose model writes what the test says."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
         super().__init__(
             Fleet(replicas=[Replica(url="http://127.0.0.1:1")], weight_version="0"),
             ServerCapabilities(
@@ -56,6 +56,7 @@ class ScriptedEngine(AsyncSGLang):
                 needs_update_session=False,
                 load_route="/v1/loads",
                 has_tokenizer=True,
+                eos_token_ids=tuple(eos_token_ids),
                 has_grammar=False,
                 weight_version="0",
             ),
@@ -82,9 +83,9 @@ class ScriptedEngine(AsyncSGLang):
 class Door:
     """One way to the model; ``ask`` returns the tokens of a prompt."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self.engine = ScriptedEngine(tokenizer)
+        self.engine = ScriptedEngine(tokenizer, eos_token_ids)
         self.policy = SGLangWrapper(
             self.engine, tokenizer=tokenizer, prefer_tokens=True
         )
@@ -99,8 +100,8 @@ class Door:
 
 
 class GatewayDoor(Door):
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
+        super().__init__(tokenizer, eos_token_ids)
         self.session = Session("it")
         self.template = ChatTemplate(tokenizer)
 
@@ -149,12 +150,12 @@ class WrapperDoor(Door):
 class DoorOfACollector(WrapperDoor):
     """Rows are padded."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
+        super().__init__(tokenizer, eos_token_ids)
         self.policy = self.policy.get_new_version(pad_output=True)
 
 
-DOORS: dict[str, Callable[[Any], Any]] = {
+DOORS: dict[str, Callable[..., Any]] = {
     "functions": FunctionsDoor,
     "wrapper": WrapperDoor,
     "padded wrapper": DoorOfACollector,
@@ -258,16 +259,16 @@ def test_another_end_than_the_templates(door: str) -> None:
 
 
 @pytest.mark.parametrize("chosen", ["ids", "text"])
-@pytest.mark.parametrize("special", [False, True], ids=["text", "special"])
+@pytest.mark.parametrize("kind", ["text", "special", "end of sequence"])
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("name", ["qwen2.5", "llama3.1", "mistral-v3", "deepseek-v3"])
 def test_a_stop_token_that_the_template_does_not_write_stays(
-    name: str, door: str, special: bool, chosen: str
+    name: str, door: str, kind: str, chosen: str
 ) -> None:
     tokenizer = copy.deepcopy(tokenizer_of(name))
-    tokenizer.add_tokens([AddedToken("</tool_call>", special=special)])
+    tokenizer.add_tokens([AddedToken("</tool_call>", special=kind != "text")])
     token = tokenizer.convert_tokens_to_ids("</tool_call>")
-    talk = DOORS[door](tokenizer)
+    talk = DOORS[door](tokenizer, (token,) if kind == "end of sequence" else ())
     stop = (
         {"stop_token_ids": [tokenizer.eos_token_id, token]}
         if chosen == "ids"
@@ -277,15 +278,17 @@ def test_a_stop_token_that_the_template_does_not_write_stays(
     content = "<tool_call>{}</tool_call>"
     writes = [*written(tokenizer, content.removesuffix("</tool_call>"), None), token]
     before = [*talk.ask([user("Hi")], writes), *writes]
+    if kind == "end of sequence":
+        # The template's end stands for it.
+        content = content.removesuffix("</tool_call>")
     assert talk.messages[-1]["content"] == content
-    # The template's own end is still none of the model's words.
     writes = written(tokenizer, "fine", tokenizer.eos_token)
     after = [*talk.ask([user("more")], writes), *writes]
     assert talk.messages[-1]["content"] == "fine"
     assert after[: len(before)] == before
     last = talk.ask([user("and?")], writes)
-    if not special:
-        assert last[: len(after)] == after
+    assert last[: len(after)] == after
+    if kind == "text":
         rendered = tokenizer.apply_chat_template(
             talk.messages[:-1], tokenize=False, add_generation_prompt=True
         )

@@ -109,7 +109,7 @@ class Conversation:
 
     @property
     def response(self) -> str:
-        """Text of the last response, without the token that ends a turn."""
+        """Text of the last response, without the end that the template writes."""
         return self.turns[-1].response.message
 
 
