@@ -33,14 +33,14 @@ class CallForm:
 
     def write(self, message: Message) -> dict[str, Any]:
         """Returns a message in this form."""
-        written = dict(message)
+        written = dict(with_content(message))
         if "tool_call_id" in message:
             written["tool_call_id"] = self.write_id(message["tool_call_id"])
         if message.get("tool_calls"):
             written["tool_calls"] = [self._call(c) for c in message["tool_calls"]]
-            if self.no_content and not (message.get("content") or "").strip():
+            if self.no_content and not written["content"].strip():
                 written["content"] = None
-        return with_content(written, None if self.no_content else "")
+        return written
 
     def write_id(self, given: Any) -> str:
         """Returns the id of a call in this form; equal ones stay equal."""
@@ -63,16 +63,16 @@ class UnchangedCalls(CallForm):
 
     def write(self, message: Message) -> dict[str, Any]:
         """Returns a message with its own calls."""
-        return with_content(message, None if self.no_content else "")
+        return dict(with_content(message, None if self.no_content else ""))
 
 
-def with_content(message: Message, beside_calls: str | None = "") -> dict[str, Any]:
+def with_content(message: Message, beside_calls: str | None = "") -> Message:
     """Returns a message of the assistant with a content, if its content was None.
 
     A ``History`` drops it then. ``beside_calls``: the content if there are tool calls.
     """
-    if message["role"] != "assistant" or message.get("content") is not None:
-        return dict(message)
+    if message.get("role") != "assistant" or message.get("content") is not None:
+        return message
     return {**message, "content": beside_calls if message.get("tool_calls") else ""}
 
 

@@ -111,11 +111,11 @@ class ChatTemplate(Encoder):
         """
         return self._render(self.in_form(messages), setting, prompt=prompt)
 
-    def in_form(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def in_form(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages in the form that the template takes."""
-        has_calls = any("tool_calls" in message for message in messages)
-        write = self._form.write if has_calls else with_content
-        return [write(message) for message in messages]
+        if any("tool_calls" in message for message in messages):
+            return [self._form.write(message) for message in messages]
+        return [with_content(message) for message in messages]
 
     def render_marked(
         self, messages: Sequence[Message], mark: Callable[..., str], *, prompt: bool
