@@ -189,8 +189,7 @@ class _TrlReward(_Adapted):
             "completions": [complete(each) for each in conversations],
             "completion_ids": [each.turns[-1].token_ids for each in conversations],
         }
-        known = self._taken(known)
-        values = self._function(**known)
+        values = self._function(**self._taken(known))
         if inspect.isawaitable(values):
             return _await_numbers(values)
         return _without_none(values)
