@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,7 +76,9 @@ def check_logger(given: Any) -> None:
             f"logger={given!r} is not one of {', '.join(LOGGERS)}, nor a Logger of "
             f"TorchRL."
         )
-    if given != "csv" and importlib.util.find_spec(given) is None:
+    # A module that is loaded may have no specification.
+    is_there = sys.modules.get(given) or importlib.util.find_spec(given)
+    if given != "csv" and not is_there:
         raise _missing(given, f"there is no module {given!r}")
 
 
