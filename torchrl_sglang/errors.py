@@ -5,6 +5,7 @@ keeps working::
 
     SGLangError
     ├── ConfigurationError(ValueError)                 an argument is wrong
+    │   ├── ChatTemplateError                          a template refuses messages
     │   ├── NotFiniteError                             a column is NaN or infinite
     │   └── TaskError                                  a prompt cannot be collected
     ├── ServerError(RuntimeError)                      a server failed
@@ -36,6 +37,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 __all__ = [
+    "ChatTemplateError",
     "CheckpointError",
     "CollectionError",
     "CollectionTimeoutError",
@@ -103,6 +105,10 @@ class SGLangError(Exception):
 
 class ConfigurationError(SGLangError, ValueError):
     """An argument, a sampling parameter or an input value is wrong."""
+
+
+class ChatTemplateError(ConfigurationError):
+    """A chat template refuses a conversation, such as for the order of its roles."""
 
 
 class NotFiniteError(ConfigurationError):

@@ -43,7 +43,7 @@ from torchrl_sglang.chat.rendered import (
     marked,
 )
 from torchrl_sglang.chat.tokens import Encoder
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ChatTemplateError, ConfigurationError
 
 _RESPONSE = "Response"
 
@@ -107,7 +107,7 @@ class ChatTemplate(Encoder):
         """Returns a conversation as text; ``prompt``: up to the assistant's turn.
 
         Raises:
-            ConfigurationError: if the template does not take the conversation.
+            ChatTemplateError: if the template does not take the conversation.
         """
         return self._render(self.in_form(messages), setting, prompt=prompt)
 
@@ -367,7 +367,7 @@ class ChatTemplate(Encoder):
         return rest if has_end else None
 
 
-def _refusal(error: Exception) -> ConfigurationError:
-    return ConfigurationError(
+def _refusal(error: Exception) -> ChatTemplateError:
+    return ChatTemplateError(
         f"The chat template refuses this conversation: {type(error).__name__}: {error}"
     )

@@ -11,11 +11,23 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+from torchrl_sglang.chat.call_grammars import REASONING_MARKS
+from torchrl_sglang.chat.messages import read_arguments
+
+CALL_MARK = "<tool_call>"
+"""Text before a call of Qwen's and Hermes's models."""
+
+_END = "</tool_call>"
+_REASONING = dict(REASONING_MARKS.values())
+_MARKS = re.compile("|".join(map(re.escape, (CALL_MARK, *chain(*_REASONING.items())))))
+_SPACE = re.compile(r"\s*")
+# Up to the first character that no JSON has outside of its texts.
+_JSON = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _WRITTEN_ID = re.compile(r'"id"\s*:\s*"([A-Za-z0-9]{9})"\s*[,}]')
 
 
@@ -27,29 +39,105 @@ class ToolCall:
     """Name of the tool."""
     arguments: Mapping[str, Any]
     """By name."""
+    id: str | None = None
+    """Id that the model wrote."""
 
     def to_message(self, call_id: str | None = None) -> dict[str, Any]:
         """Returns the call as messages hold it, with a new id if it has none."""
         return {
-            "id": call_id or f"call_{secrets.token_hex(12)}",
+            "id": call_id or self.id or f"call_{secrets.token_hex(12)}",
             "type": "function",
             "function": {"name": self.name, "arguments": self.arguments},
         }
 
 
-def find_calls(text: str) -> tuple[str, list[ToolCall]]:
-    """Returns a text without its calls, and those that can be read.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnreadableCall:
+    """A call whose tool and arguments cannot be read."""
 
-    They are ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``.
+    reason: str
+    """Clause of a sentence."""
+
+
+FoundCall = ToolCall | UnreadableCall
+
+
+def find_calls(text: str) -> tuple[str, list[FoundCall]]:
+    """Returns a text without the calls that can be read, and all of its calls.
+
+    They are ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``. Those in
+    reasoning are none: between ``<think>`` and ``</think>``, or before a ``</think>``
+    that nothing in the text opens. The time is linear in the text's length.
     """
-    calls = []
-    for found in _CALL.findall(text):
-        try:
-            given = json.loads(found)
-        except (ValueError, RecursionError):
-            continue
-        calls.append(_call(given.get("name"), given.get("arguments", {})))
-    return _CALL.sub("", text), [call for call in calls if call is not None]
+    calls: list[FoundCall] = []
+    kept: list[str] = []
+    start = place = 0
+    last_end = text.rfind(_END)
+    unended: list[FoundCall] = []
+    while mark := _MARKS.search(text, place):
+        place = mark.end()
+        if mark[0] in _REASONING:
+            end = _REASONING[mark[0]]
+            close = text.find(end, place)
+            place = close + len(end) if close >= 0 else len(text)
+        elif mark[0] != CALL_MARK:
+            # All so far was reasoning.
+            calls, kept, start, unended = [], [], 0, []
+        elif place <= last_end:
+            read, place = _read_call(text, place)
+            calls += read
+            if isinstance(read[0], ToolCall):
+                kept.append(text[start : mark.start()])
+                start = place
+        elif text.startswith("{", _behind_space(text, place)):
+            # Several of them count as one, however often a model repeats itself.
+            unended = [UnreadableCall(reason=f"it does not end with {_END}")]
+    return "".join([*kept, text[start:]]), calls + unended
+
+
+def behind_reasoning(text: str, prompt: str = "") -> str:
+    """Returns a response without its reasoning; nothing if that does not end.
+
+    Args:
+        text: the response.
+        prompt: text of its prompt, which may have begun the reasoning.
+    """
+    for begin, end in _REASONING.items():
+        if text.lstrip().startswith(begin) or prompt.rstrip().endswith(begin):
+            return text.partition(end)[2]
+    return text
+
+
+def _behind_space(text: str, place: int) -> int:
+    space = _SPACE.match(text, place)
+    return space.end() if space else place
+
+
+def _read_call(text: str, place: int) -> tuple[Sequence[FoundCall], int]:
+    """Returns what a call holds that has an end, and the place behind it.
+
+    It is one call, or a list of some.
+    """
+    written = _JSON.match(text, place)
+    assert written is not None
+    end = place
+    try:
+        value = json.loads(written[0])
+        end = written.end()
+        if not text.startswith(_END, end):
+            raise ValueError(f"{_END} is missing behind its JSON")
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        unreadable = UnreadableCall(reason=f"it is not JSON ({reason})")
+        close = text.find(_END, end)
+        close = text.index(_END, place) if close < 0 else close
+        return [unreadable], close + len(_END)
+    given = value if isinstance(value, list) else [value]
+    calls = [_call(each) for each in given]
+    if not calls or None in calls:
+        reason = "it is not an object with a name and with arguments by name"
+        return [UnreadableCall(reason=reason)], end + len(_END)
+    return [call for call in calls if call is not None], end + len(_END)
 
 
 def read_calls(found: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -65,17 +153,24 @@ def read_calls(found: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, 
             arguments = msgspec.json.decode(given.get("parameters") or "{}")
         except (ValueError, RecursionError):
             return []
-        call = _call(given.get("name") or None, arguments)
+        call = _call({"name": given.get("name"), "arguments": arguments})
         if call is None:
             return []
         calls.append(call.to_message(ids[index] if ids else None))
     return calls
 
 
-def _call(name: Any, arguments: Any) -> ToolCall | None:
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+def _call(given: Any) -> ToolCall | None:
+    """Returns a call that was written as JSON, as SGLang's parsers read it."""
+    if not isinstance(given, Mapping):
         return None
-    return ToolCall(name=name, arguments=arguments)
+    name = given.get("name")
+    arguments = read_arguments(given.get("parameters") or given.get("arguments"))
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        return None
+    written = given.get("id")
+    call_id = written if isinstance(written, str) and written else None
+    return ToolCall(name=name, arguments=arguments, id=call_id)
 
 
 def written_ids(text: str, number: int) -> list[str]:

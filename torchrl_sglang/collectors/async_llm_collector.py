@@ -127,11 +127,13 @@ class AsyncLLMCollector(GroupCollector):
             place of these, with ``{name: (function, schema)}``. A parameter
             ``conversation`` is not the policy's: the tool gets the
             :class:`.Conversation`, with its task and its state. Their results are
-            messages of the role ``"tool"``; while a response calls tools, ``step`` is
-            not called.
-        tool_parser: finds the calls in a response; a parser for TorchRL's
-            ``ExecuteToolsInOrder``, such as ``XMLBlockParser()``. By default Qwen's and
-            Hermes's format.
+            messages of the role ``"tool"`` with ``tool_call_id`` and ``name``; while a
+            response calls tools, ``step`` is not called. A call that cannot be read, of
+            a tool that does not exist, fails or takes too long has an error as its
+            result. The chat template has to take such messages.
+        tool_parser: finds the calls in a response without its reasoning; a parser for
+            TorchRL's ``ExecuteToolsInOrder``, such as ``XMLBlockParser()``. By default
+            Qwen's and Hermes's format.
         max_turns (int, optional): most responses of a conversation, which is truncated
             then. By default as many as fit into the context.
         query_key (str): key of a task's prompt: a text, or messages. Defaults to
@@ -167,8 +169,9 @@ class AsyncLLMCollector(GroupCollector):
         max_retries (int): how often a group starts again after an error of a function.
             It is given up then, and reported in :meth:`stats`; when eight groups in a
             row are given up, the collector raises their error. A task that cannot be
-            collected at all (:class:`.TaskError`) is given up at once. Errors of the
-            engine are retried for ``timeouts.engine`` seconds. Defaults to 2.
+            collected at all (:class:`.TaskError`) is given up at once. A later turn
+            that the chat template refuses ends the collector. Errors of the engine are
+            retried for ``timeouts.engine`` seconds. Defaults to 2.
         request_order (str): which requests the servers begin first, where more wait
             than they can run: ``"arrival"`` (default), or ``"oldest"``: those of the
             groups that started first, so that a later turn of an older group does not

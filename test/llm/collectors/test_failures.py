@@ -10,6 +10,7 @@ from torchrl_sglang.collectors.scheduling.failures import (
     GroupFailures,
 )
 from torchrl_sglang.errors import (
+    ChatTemplateError,
     GenerationAbortedError,
     NotFiniteError,
     RequestRefusedError,
@@ -39,6 +40,16 @@ def test_a_group_s_own_failures_are_borne_so_many_times(failures):
     assert [each.attempts for each in verdicts] == [1, 2, 3]
     assert not any(each.ends or each.engine_began for each in verdicts)
     assert failures.not_before == 0.0
+
+
+REFUSAL = ChatTemplateError("roles")
+
+
+@pytest.mark.parametrize("error", [REFUSAL, caused_by(REFUSAL)])
+def test_a_template_that_refuses_a_later_turn_ends_a_collection(failures, error):
+    verdict = failures.failed(7, error, now=0.0)
+    assert (verdict.retry, verdict.ends, verdict.attempts) == (False, True, 1)
+    assert "prompt 7" in verdict.why
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.collectors.groups.endings import Endings, warn
-from torchrl_sglang.collectors.groups.tools import Tools
+from torchrl_sglang.collectors.groups.tools import Tools, needs_calls
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -160,6 +160,10 @@ class Conversations:
         self._blocking = blocking
         if step is not None:
             check_step(step)
+        # Whether the policy's messages hold the calls that they make.
+        self._holds_calls = tools is not None and needs_calls(
+            codec.encode, system=system_prompt
+        )
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
         """Returns the conversations of a group, before their first response.
@@ -302,14 +306,15 @@ class Conversations:
     async def _reply(self, conversation: Conversation) -> list[Message] | None:
         """Returns the next message, or ``None`` at the end."""
         if self._tools is not None:
-            results = await self._tools.answer(
-                conversation.response,
-                conversation,
-                self._blocking,
-                self._timeouts.step,
+            answered = await self._tools.answer(
+                conversation, self._blocking, self._timeouts.step
             )
-            if results:
-                return results
+            if answered and self._holds_calls:
+                calls = [each.call_message for each in answered]
+                said = conversation.messages[-1]
+                conversation.messages[-1] = {**said, "tool_calls": calls}
+            if answered:
+                return [each.message for each in answered]
         if self._step is None:
             return None
         with naming(_STEP.format(name_of(self._step))), span("step"):

@@ -39,7 +39,7 @@ from torchrl_sglang.collectors.runtime.contract import TokenSpan
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ChatTemplateError, ConfigurationError, TaskError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
@@ -352,7 +352,11 @@ class EnvironmentGroups:
     def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Observation:
         """Returns the first observation of an environment, with its requests."""
         td = TensorDict(to_values(task))
-        return self._read(env.reset(lazy_stack([td.copy()])), td)
+        first = env.reset(lazy_stack([td.copy()]))
+        try:
+            return self._read(first, td)
+        except ChatTemplateError as error:
+            raise TaskError(str(error)) from error
 
     def _read(self, td: TensorDictBase, task: TensorDictBase) -> _Observation:
         prompts, requests = self.policy.begin(self._element(td))

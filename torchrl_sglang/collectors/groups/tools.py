@@ -6,11 +6,20 @@ import inspect
 import json
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, get_type_hints
 
 from torchrl.envs.llm.transforms.tools import ToolCall
 
-from torchrl_sglang.chat.tool_calls import find_calls
+from torchrl_sglang.chat import tool_calls as chat
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.tool_calls import (
+    CALL_MARK,
+    UnreadableCall,
+    behind_reasoning,
+    find_calls,
+    written_ids,
+)
 from torchrl_sglang.collectors.groups.user_functions import name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.blocking import BlockingCalls
@@ -35,7 +44,7 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
     """Reads tool calls as Qwen and Hermes models write them.
 
     ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of
-    times. Text that is not JSON is not a call.
+    times. What cannot be read is not returned, nor are calls in reasoning.
 
     Args:
         response: of the policy.
@@ -49,8 +58,96 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
         [('add', {'a': 1})]
     """
     text, calls = find_calls(response)
-    found = [ToolCall(tool=call.name, args=dict(call.arguments)) for call in calls]
-    return {"text": text, "calls": found, "meta": {}}
+    readable = [_to_torchrl(each) for each in calls if isinstance(each, chat.ToolCall)]
+    return {"text": text, "calls": readable, "meta": {}}
+
+
+def _to_torchrl(call: chat.ToolCall) -> ToolCall:
+    return ToolCall(tool=call.name, args=dict(call.arguments), tag=call.id)
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredCall:
+    """A tool call of the policy and its result."""
+
+    call: ToolCall | UnreadableCall
+    result: str
+    """Text of the tool, or an error."""
+    id: str
+    """Id of the call in its conversation."""
+
+    @property
+    def call_message(self) -> dict[str, Any]:
+        """The call as the policy's message can hold it."""
+        if isinstance(self.call, UnreadableCall):
+            written = chat.ToolCall(name="unreadable", arguments={})
+        else:
+            arguments = dict(self.call.args or {})
+            written = chat.ToolCall(name=str(self.call.tool), arguments=arguments)
+        return written.to_message(self.id)
+
+    @property
+    def message(self) -> Message:
+        """The message of the role ``"tool"`` with the result."""
+        message = {"role": "tool", "content": self.result, "tool_call_id": self.id}
+        if not isinstance(self.call, UnreadableCall):
+            message["name"] = str(self.call.tool)
+        return message
+
+
+def _ids(calls: Sequence[Any], text: str, turn: int) -> list[str]:
+    """Returns ids of calls: the model's, or nine letters and digits, as Mistral's.
+
+    They are the same in each run of a deterministic collector.
+    """
+    tags = [getattr(call, "tag", None) for call in calls]
+    names = [tag for tag in tags if isinstance(tag, str) and tag]
+    if not len(set(names)) == len(names) == len(calls):
+        names = written_ids(text, len(calls))
+    return names or [f"t{turn % 1000:03}c{i:04}" for i in range(len(calls))]
+
+
+def needs_calls(encode: Callable[[list[Message]], Any], *, system: str | None) -> bool:
+    """Returns whether the policy's message must hold its calls in a chat template.
+
+    Some templates, such as Mistral's, take a second call only so.
+
+    Args:
+        encode: applies the chat template to a conversation.
+        system: message at the beginning of conversations.
+
+    Raises:
+        ConfigurationError: if the template refuses the message of a tool anyway.
+    """
+    refused: ConfigurationError | None = None
+    for holds_calls in (False, True):
+        try:
+            encode(_probe(system, holds_calls=holds_calls))
+        except ConfigurationError as error:
+            refused = refused or error
+        else:
+            return holds_calls
+    raise ConfigurationError(
+        f"tools cannot be used with this chat template, which refuses messages of the "
+        f"role 'tool': {refused} Give the policy another chat_template, or leave tools "
+        f"out and answer the policy's calls with step, as a user's message."
+    ) from refused
+
+
+def _probe(system: str | None, *, holds_calls: bool) -> list[Message]:
+    """Returns a conversation with two turns that call tools, and one that does not."""
+    messages: list[Message] = [{"role": "user", "content": "?"}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    call = ToolCall(tool="probe", args={})
+    for turn, count in enumerate((2, 1), start=1):
+        calls = [call] * count
+        answered = [AnsweredCall(call, "?", each) for each in _ids(calls, "", turn)]
+        reply: dict[str, Any] = {"role": "assistant", "content": "?"}
+        if holds_calls:
+            reply["tool_calls"] = [each.call_message for each in answered]
+        messages += [reply, *(each.message for each in answered)]
+    return messages
 
 
 class Tools:
@@ -101,31 +198,49 @@ class Tools:
         self._parser = parser
 
     async def answer(
+        self, conversation: Any, blocking: BlockingCalls, seconds: float
+    ) -> list[AnsweredCall]:
+        """Runs the calls in the last response of a conversation, side by side.
+
+        Those in its reasoning are none. The result is a text that begins with
+        ``Error:`` for a call that cannot be read, of a tool that does not exist or
+        fails, and for one that takes too long.
+        """
+        turn = conversation.turns[-1]
+        text = behind_reasoning(conversation.response, turn.prompt.text)
+        calls = await self._find(text, blocking, seconds)
+        results = await together(
+            self._run(each, conversation, blocking, seconds) for each in calls
+        )
+        ids = _ids(calls, text, len(conversation.turns))
+        answered = zip(calls, results, ids, strict=True)
+        return [AnsweredCall(*each) for each in answered]
+
+    async def _find(
+        self, text: str, blocking: BlockingCalls, seconds: float
+    ) -> list[ToolCall | UnreadableCall]:
+        if self._parser is parse_tool_calls:
+            if CALL_MARK not in text:
+                return []
+            _, calls = await blocking.call(find_calls, text, seconds=seconds)
+            return [
+                each if isinstance(each, UnreadableCall) else _to_torchrl(each)
+                for each in calls
+            ]
+        with naming(f"The tool_parser {name_of(self._parser)!r}"):
+            # A parser of the user's can return anything.
+            parsed = await blocking.call(self._parser, text, seconds=seconds)
+            return list(parsed["calls"])
+
+    async def _run(
         self,
-        response: str,
+        call: ToolCall | UnreadableCall,
         conversation: Any,
         blocking: BlockingCalls,
         seconds: float,
-    ) -> list[Mapping[str, Any]]:
-        """Runs the calls in a response, side by side, and returns their messages.
-
-        The policy is told of a tool that does not exist, fails or takes too long.
-        """
-        if self._parser is parse_tool_calls:
-            found = parse_tool_calls(response)
-        else:
-            with naming(f"The tool_parser {name_of(self._parser)!r}"):
-                found = await blocking.call(self._parser, response, seconds=seconds)
-                # A parser of the user's can return anything.
-                found = {"calls": list(found["calls"])}
-        results = await together(
-            self._run(each, conversation, blocking, seconds) for each in found["calls"]
-        )
-        return [{"role": "tool", "content": content} for content in results]
-
-    async def _run(
-        self, call: ToolCall, conversation: Any, blocking: BlockingCalls, seconds: float
     ) -> str:
+        if isinstance(call, UnreadableCall):
+            return f"Error: this call cannot be read: {call.reason}."
         tool = str(call.tool)
         with span(
             f"execute_tool {tool}",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_sglang.errors import (
+    ChatTemplateError,
     GenerationAbortedError,
     RequestRefusedError,
     ServerError,
@@ -50,7 +51,9 @@ class GroupFailures:
     """Failures of the groups that are neither complete nor given up.
 
     An engine recovers, so its failures are borne for a time, and those of a group's
-    own functions and environments a number of times. When the engine has failed several
+    own functions and environments a number of times. A chat template that refuses a
+    later turn ends the collection: groups without such a turn would be selected, for
+    example those in which no response calls a tool. When the engine has failed several
     groups for that long and none was complete meanwhile, it is at fault, and the
     collection ends.
 
@@ -100,7 +103,10 @@ class GroupFailures:
         else:
             attempts.own += 1
         count = attempts.engines + attempts.own
-        if not isinstance(error, TaskError) and self._may_retry(attempts, now):
+        if isinstance(origin(error), ChatTemplateError):
+            return self._refused(position, count)
+        is_task = isinstance(origin(error), TaskError)
+        if not is_task and self._may_retry(attempts, now):
             return FailureVerdict(retry=True, attempts=count, engine_began=began)
         if engines and len(self._engine_failed) > 1:
             # The engine is at fault, not this group.
@@ -117,6 +123,16 @@ class GroupFailures:
             ends=True,
             why=f"{MOST_FAILURES} groups in a row were given up; the last one, of "
             f"prompt {position}, for: ",
+        )
+
+    def _refused(self, position: int, attempts: int) -> FailureVerdict:
+        del self._attempts[position]
+        return FailureVerdict(
+            retry=False,
+            attempts=attempts,
+            ends=True,
+            why=f"training on the groups that the chat template takes would select "
+            f"data; in a group of prompt {position}, a conversation cannot go on: ",
         )
 
     def _may_retry(self, attempts: _Attempts, now: float) -> bool:
