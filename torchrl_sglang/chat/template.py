@@ -293,8 +293,12 @@ class ChatTemplate(Encoder):
         written, end = self.decode(known), self.decode(known[-1:])
         if end not in self.special:
             end = ""
-        begin = self._with_ends(written.removesuffix(end), text)
-        rest = after_text(text, begin) if begin.strip() else None
+        begin = written.removesuffix(end)
+        if not begin.strip():
+            return None
+        rest = after_text(text, begin)
+        if rest is None:
+            rest = after_text(text, self._with_ends(begin, known, text))
         if end and rest is not None:
             try:
                 rest = self._behind_end(rest.lstrip(), end, closed)
@@ -304,18 +308,19 @@ class ChatTemplate(Encoder):
             return None
         return [*known, *self.encode_behind(rest, end)]
 
-    def _with_ends(self, written: str, text: str) -> str:
-        """Returns a text with the template's ends where a model wrote others.
+    def _with_ends(self, written: str, known: Sequence[int], text: str) -> str:
+        """Returns the text of known tokens, with the template's ends instead of others.
 
         ``text``: rendered; it has no other end, or the template's own behind it.
         """
-        tokens = [token for token, i in self.special.items() if i in self.end_ids]
-        for end in tokens:
-            for other in self.special.keys() - {end}:
-                if other in written and f"{other}{end}" in text:
+        others = set(known) - self.end_ids
+        ends = [token for token, i in self.special.items() if i in self.end_ids]
+        for end in ends:
+            for other in (token for token, i in self.special.items() if i in others):
+                if f"{other}{end}" in text:
                     written = written.replace(f"{other}{end}", other)
                     written = written.replace(other, f"{other}{end}")
-                elif other in written and other not in text:
+                elif other not in text:
                     written = written.replace(other, end)
         return written
 

@@ -295,6 +295,19 @@ def test_a_stop_token_that_the_template_does_not_write_stays(
         assert "".join(tokenizer.decode(last).split()) == "".join(rendered.split())
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_turns_after_an_empty_response(door: str) -> None:
+    # Its end stands directly behind the token that begins a turn.
+    tokenizer = tokenizer_of("deepseek-v3")
+    talk = DOORS[door](tokenizer)
+    before: list[int] = []
+    for answer in ("Hello", "", "done"):
+        writes = written(tokenizer, answer, tokenizer.eos_token)
+        prompt = talk.ask([user("Hi")], writes)
+        assert prompt[: len(before)] == before
+        before = [*prompt, *writes]
+
+
 def test_the_first_token_that_a_text_begins_with() -> None:
     # What these tests are about: such tokenizers begin each text with a piece.
     tokenizer = tokenizer_of("inst")
