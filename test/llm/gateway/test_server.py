@@ -792,7 +792,7 @@ def test_content_behind_reasoning_begins_with_itself(fake_engine):
         assert "\n\n42" in turn.text
         post(session, messages=[*asked, found, *HELLO])
         assert session.turns[1].prompt.parent == 0
-        assert session.turns[2].prompt.token_ids[: turn.num_tokens] == turn.token_ids
+        assert session.turns[1].prompt.token_ids[: turn.num_tokens] == turn.token_ids
 
 
 def test_thinking_is_signed_and_joins_when_it_comes_back(fake_engine):
