@@ -161,17 +161,21 @@ class PeftModels:
     """
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
 
-    def make(self, seed: int, **config: Any) -> Any:
-        """Returns the model with an adapter whose effect is plain to see."""
+    def make(self, seed: int | None, **config: Any) -> Any:
+        """Returns the model with an adapter whose effect is plain to see.
+
+        With ``None`` for a seed it is as PEFT initialises it.
+        """
         from peft import LoraConfig, get_peft_model
 
         settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
         model = get_peft_model(
-            load_hf_model(self._path), LoraConfig(**{**settings, **config})
+            load_hf_model(self.path), LoraConfig(**{**settings, **config})
         )
-        self.change(model, seed)
+        if seed is not None:
+            self.change(model, seed)
         return model.eval()
 
     @torch.no_grad()

@@ -8,13 +8,24 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.adapters import adapter_from_model
+from helpers.fake_server import FakeServer
 from helpers.log_probs import response_difference
+from peft import (
+    LoraConfig,
+)
 from tensordict import TensorDict, lazy_stack
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.modules.llm.policies import Tokens
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
-from torchrl_sglang.backends.lora.payload import read_folder
+from torchrl_sglang.backends.lora.payload import (
+    check_tensors,
+    prepare_adapter,
+    read_folder,
+)
 from torchrl_sglang.errors import (
     ConfigurationError,
     WeightMismatchError,
@@ -22,13 +33,18 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.sources.given import unwrap
 from torchrl_sglang.weight_update.sources.peft import (
     adapter_source,
     plain_lora,
 )
-from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
+from torchrl_sglang.weight_update.sources.resolve import (
+    find_source,
+    get_model_metadata,
+    open_weights,
+)
 from torchrl_sglang.weight_update.transports.lora import LoraOptions, LoraTransport
 from torchrl_sglang.weight_update.verify import watch
 
@@ -321,9 +337,184 @@ def test_whether_an_adapter_is_all(peft_models, config, server_args, plain):
     assert (found is not None and found.fits(ServerArgs(**server_args))) is plain
 
 
-def test_two_adapters_that_are_trained(peft_models):
-    from peft import LoraConfig
+def compile_layers(model) -> None:
+    layers = model.get_base_model().model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = torch.compile(layer, backend="eager")
 
+
+def compile_projections(model) -> None:
+    for layer in model.get_base_model().model.layers:
+        attention = layer.self_attn
+        attention.q_proj = torch.compile(attention.q_proj, backend="eager")
+
+
+def compile_base(model) -> None:
+    model.base_model.model = torch.compile(model.base_model.model, backend="eager")
+
+
+def checkpoint_layers(model) -> None:
+    layers = model.get_base_model().model.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer)
+
+
+def train_norms(model) -> None:
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name:
+                value.requires_grad_(True).mul_(1.5)
+
+
+def rescale(model, factor=0.5) -> None:
+    for part in model.modules():
+        if hasattr(part, "scale_layer"):
+            part.scale_layer(factor)
+
+
+def set_scale_of_one(model) -> None:
+    layer = model.get_base_model().model.layers[0].self_attn.q_proj
+    layer.set_scale("default", 0.25)
+
+
+def disable_one(model) -> None:
+    model.get_base_model().model.layers[1].self_attn.v_proj.enable_adapters(False)
+
+
+def add(model, name="other", **config) -> None:
+    settings = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
+    model.add_adapter(name, LoraConfig(**{**settings, **config}))
+
+
+def merge_another(model) -> None:
+    add(model)
+    model.merge_adapter(["other"])
+
+
+def activate_another_in_a_layer(model) -> None:
+    add(model)
+    model.get_base_model().model.layers[0].self_attn.q_proj.set_adapter("other")
+
+
+ALONE: dict[str, tuple[dict, object, str | None]] = {
+    # what: (configuration, what happens to the model, words of the refusal)
+    "plain": ({}, None, None),
+    "gaussian": ({"init_lora_weights": "gaussian"}, None, None),
+    "orthogonal": ({"init_lora_weights": "orthogonal"}, None, None),
+    "rslora": ({"use_rslora": True}, None, None),
+    "some layers": ({"layers_to_transform": [1]}, None, None),
+    "merged": ({}, lambda model: model.merge_adapter(), None),
+    "beside one that is not active": ({}, add, None),
+    "compiled layers": ({}, compile_layers, None),
+    "compiled projections": ({}, compile_projections, None),
+    "a compiled base model": ({}, compile_base, None),
+    "layers with activation checkpointing": ({}, checkpoint_layers, None),
+    "pissa": ({"init_lora_weights": "pissa"}, None, "init_lora_weights='pissa'"),
+    "pissa in steps": (
+        {"init_lora_weights": "pissa_niter_4"},
+        None,
+        "init_lora_weights='pissa_niter_4'",
+    ),
+    "olora": ({"init_lora_weights": "olora"}, None, "has changed the base"),
+    "pissa that is not active": (
+        {},
+        lambda model: add(model, init_lora_weights="pissa"),
+        "init_lora_weights='pissa'",
+    ),
+    "trained norms": ({}, train_norms, r"trains .*norm\.weight beside the adapter"),
+    "disabled": (
+        {},
+        lambda model: model.base_model.disable_adapter_layers(),
+        "q_proj has its adapters disabled",
+    ),
+    "one layer disabled": ({}, disable_one, r"layers\.1\.self_attn\.v_proj has its"),
+    "rescaled": ({}, rescale, "scales the adapter by 1 instead of 2"),
+    "rescaled by the root of the rank": ({}, lambda m: rescale(m, 2.0), "by 4 instead"),
+    "one scale": ({}, set_scale_of_one, r"layers\.0\.self_attn\.q_proj scales"),
+    "another one merged": ({}, merge_another, "merged into its weights"),
+    "another one in a layer": (
+        {},
+        activate_another_in_a_layer,
+        "computes with the adapters",
+    ),
+}
+
+
+def adapter_over_checkpoint(peft_models, model, config):
+    """Returns what PEFT computes with a checkpoint and a model's adapter alone."""
+    kept = {key: value for key, value in config.items() if key != "init_lora_weights"}
+    alone = peft_models.make(0, **kept)
+    trained = {
+        without_wrappers(name): value
+        for name, value in model.named_parameters()
+        if ".lora_" in name
+    }
+    with torch.no_grad():
+        for name, value in alone.named_parameters():
+            if ".lora_" in name:
+                value.copy_(trained[name])
+    return alone
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_an_adapter_that_is_sent_alone_is_the_model(peft_models, hf_model, case):
+    """Otherwise it is refused, and "auto" sends what the model computes with."""
+    config, happens, refusal = ALONE[case]
+    # With other values than PEFT's own it would not fit changed base weights.
+    changes_base = refusal is not None and "init_lora_weights" in config
+    model = peft_models.make(None if changes_base else 1, **config)
+    if happens is not None:
+        happens(model)
+    alone = adapter_over_checkpoint(peft_models, model, config)
+    ids = torch.arange(5, 25)[None]
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        difference = (model(ids).logits - alone(ids).logits).abs().max()
+    plain = plain_lora(unwrap(model))
+    assert (plain is not None) is (refusal is None)
+    if refusal is None:
+        assert difference < TOLERANCE
+        sent, _ = adapter_from_model(model)
+        complete, _ = check_tensors(sent, {"r": 4}, get_model_metadata(hf_model))
+        assert not any("_orig_mod" in name for name in complete)
+        assert plain.fits(ServerArgs(lora_target_modules=["q_proj", "v_proj"]))
+    else:
+        assert difference > 100 * TOLERANCE
+        with pytest.raises(ConfigurationError, match=refusal) as error:
+            adapter_source(unwrap(model))
+        assert "transport='auto' merges" in str(error.value)
+
+
+def test_an_adapter_of_changed_weights_is_refused(tmp_path, peft_models):
+    """Also where the model that it belongs to is not at hand."""
+    peft_models.make(None, init_lora_weights="pissa").save_pretrained(tmp_path)
+    tensors, config = read_folder(tmp_path)
+    with (
+        FakeServer(peft_models.path, enable_lora=True) as server,
+        AsyncSGLang.connect(server.url) as engine,
+    ):
+        sender = SGLangWeightSyncScheme(engine, transport="lora").create_sender()
+        by_server = replace(engine.capabilities, lora_tensors_field=None)
+        for call in (
+            lambda: engine.load_adapter("a", path=tmp_path),
+            lambda: engine.load_adapter("a", tensors=tensors, config=config),
+            lambda: sender.update_weights(tmp_path),
+            lambda: prepare_adapter(
+                path=tmp_path,
+                tensors=None,
+                config=None,
+                capabilities=by_server,
+                get_metadata=engine.get_model_metadata,
+            ),
+        ):
+            with pytest.raises(ConfigurationError, match="init_lora_weights='pissa'"):
+                call()
+        assert server.adapters == []
+        # Servers of the changed weights.
+        config["init_lora_weights"] = True
+        engine.load_adapter("a", tensors=tensors, config=config)
+
+
+def test_two_adapters_that_are_trained(peft_models):
     model = peft_models.make(1)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
     assert plain_lora(unwrap(model)) is not None

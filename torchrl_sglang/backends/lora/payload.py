@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
+from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import ModelMetadata, ServerArgs, ServerCapabilities
 
 CONFIG_FILE = "adapter_config.json"
@@ -31,6 +32,12 @@ PREFIX = "base_model.model."
 
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<side>[AB](?=.*\.weight$)|embedding_[AB])(\.[^.]+){0,2}"
+)
+
+_CHANGES_BASE = (
+    "PEFT has changed the base weights for it: save it with "
+    "path_initial_model_for_weight_conversion=..., or, if the servers serve the "
+    "changed weights, write init_lora_weights=True into its configuration"
 )
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -50,6 +57,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((), "SGLang does not route between adapters"),
     "kasa_config": ((), "SGLang has no KaSA"),
     "monteclora_config": ((), "SGLang has no MonteCLoRA"),
+    "init_lora_weights": (
+        (True, False, "gaussian", "orthogonal", "eva", "mica"),
+        _CHANGES_BASE,
+    ),
 }
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -99,6 +110,8 @@ def prepare_adapter(
         path = os.path.expanduser(path)
         is_here = Path(path).is_dir()
         if not is_here or capabilities.lora_tensors_field is None:
+            if is_here:
+                _check_folder(Path(path), capabilities.args)
             # A server reads it, whose own folder is another one.
             return AdapterPayload(path=str(Path(path).absolute() if is_here else path))
         tensors, config = read_folder(path)
@@ -143,6 +156,7 @@ def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
             f"The configuration of a LoRA adapter is a {type(config).__name__}; give "
             f"the content of PEFT's {CONFIG_FILE} as a mapping."
         )
+    check_kind(config)
     for name, kinds in (("r", (int,)), ("lora_alpha", (int, float))):
         value: Any = config.get(name)
         if type(value) not in kinds or not 0 < value < math.inf:
@@ -150,17 +164,6 @@ def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
                 f"The configuration of the LoRA adapter has {name}={value!r}; give the "
                 f"whole content of PEFT's {CONFIG_FILE}, in which it is a positive "
                 f"number."
-            )
-    kind = config.get("peft_type", "LORA")
-    if str(getattr(kind, "value", kind)).upper() != "LORA":
-        raise ConfigurationError(
-            f"The adapter is of the type {kind!r}, and SGLang serves LoRA only."
-        )
-    for name, (inert, reason) in _REFUSED.items():
-        if config.get(name) is not None and config[name] not in inert:
-            raise ConfigurationError(
-                f"The LoRA adapter has {name}={config[name]!r}, and {reason}. Train it "
-                f"without, or merge it and send whole weights."
             )
     rank, most = config["r"], args.max_lora_rank
     if most is not None and rank > most:
@@ -176,6 +179,37 @@ def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
         "lora_alpha": config["lora_alpha"] * scale,
         "base_model_name_or_path": str(config.get("base_model_name_or_path") or ""),
     }
+
+
+def check_kind(config: Mapping[str, Any]) -> None:
+    """Refuses an adapter that is more than a LoRA adapter over the served weights."""
+    kind = config.get("peft_type", "LORA")
+    if str(getattr(kind, "value", kind)).upper() != "LORA":
+        raise ConfigurationError(
+            f"The adapter is of the type {kind!r}, and SGLang serves LoRA only."
+        )
+    for name, (inert, reason) in _REFUSED.items():
+        if config.get(name) is not None and config[name] not in inert:
+            raise ConfigurationError(
+                f"The LoRA adapter has {name}={config[name]!r}, and {reason}. Train it "
+                f"without, or merge it and send whole weights."
+            )
+
+
+def _check_folder(folder: Path, args: ServerArgs) -> None:
+    """Checks the configuration of an adapter that the servers read themselves."""
+    try:
+        config = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, ValueError):
+        # Another folder than the servers', or one that they refuse.
+        return
+    if check_config(config, args)["lora_alpha"] != config["lora_alpha"]:
+        raise ConfigurationError(
+            f"The LoRA adapter in {str(folder)!r} has use_rslora=True, and these "
+            f"servers read the folder themselves and scale by alpha / r; save it with "
+            f"use_rslora=False and lora_alpha={config['lora_alpha']} times the root of "
+            f"its rank."
+        )
 
 
 def fits_servers(
@@ -236,7 +270,7 @@ def _pair(
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     problems = []
     for name, value in tensors.items():
-        found = _NAME.fullmatch(name.removeprefix(PREFIX))
+        found = _NAME.fullmatch(without_wrappers(name).removeprefix(PREFIX))
         if found is None:
             problems.append(f"{name} does not belong to a LoRA adapter")
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -20,8 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrl_sglang.backends.lora.payload import fits_servers, read_folder
+from torchrl_sglang.backends.lora.payload import (
+    check_kind,
+    fits_servers,
+    read_folder,
+)
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.sources.base import (
     Source,
@@ -34,9 +40,6 @@ from torchrl_sglang.weight_update.sources.base import (
     tensor_source,
 )
 from torchrl_sglang.weight_update.sources.given import Given
-
-_KEEPS_BASE = (True, False, "gaussian", "orthogonal", "eva")
-"""Values of ``init_lora_weights`` with which PEFT leaves the base weights unchanged."""
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -256,26 +259,86 @@ def plain_lora(given: Given) -> PlainLora | None:
     if found is None or len(found.active_adapters) != 1:
         return None
     name = found.active_adapters[0]
-    config = _to_json(found.peft_config[name].to_dict())
-    if config.get("init_lora_weights", True) not in _KEEPS_BASE:
-        # It needs the changed base weights, which servers lack.
+    if _more_than_adapter(found, name) is not None:
         return None
-    adapter = re.compile(rf"([^.]+)\.lora_[^.]+\.{re.escape(name)}(\.|$)")
-    modules = set()
-    for path, parameter in found.named_parameters():
-        module = adapter.search(path)
-        if module is not None:
-            modules.add(module[1])
-        elif parameter.requires_grad:
-            # It is trained too, and would not be sent.
-            return None
-    return PlainLora(config=config, modules=frozenset(modules))
+    tensors = _adapter_tensors(found, name)
+    sent = {id(value) for value in tensors.values()}
+    if any(v.requires_grad and id(v) not in sent for v in found.parameters()):
+        # It is trained too, and would not be sent.
+        return None
+    paths = (path.partition(".lora_")[0] for path in tensors)
+    config = _to_json(found.peft_config[name].to_dict())
+    modules = frozenset(path.rpartition(".")[2] for path in paths)
+    return PlainLora(config=config, modules=modules)
+
+
+def _adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
+    """Returns an adapter's tensors under the names that PEFT saves them by.
+
+    PEFT's own function finds none in layers that are wrapped.
+    """
+    adapter = re.compile(rf"(\.lora_[^.]+)\.{re.escape(name)}(?=\.|$)")
+    tensors: dict[str, torch.Tensor] = {}
+    for path, value in model.named_parameters(remove_duplicate=False):
+        saved, found = adapter.subn(r"\1", without_wrappers(path))
+        if found:
+            tensors[saved] = value
+    return tensors
+
+
+def _more_than_adapter(model: Any, name: str) -> str | None:
+    """Returns why a model computes something else than its base with an adapter."""
+    for other, config in model.peft_config.items():
+        try:
+            # An adapter that is not active may have changed the base weights, too.
+            initial = {"init_lora_weights": getattr(config, "init_lora_weights", True)}
+            check_kind(_to_json(config.to_dict()) if other == name else initial)
+        except ConfigurationError as error:
+            return str(error)
+    for path, parameter in model.named_parameters():
+        if parameter.requires_grad and ".lora_" not in path:
+            return f"The model trains {without_wrappers(path)} beside the adapter."
+    rslora = bool(getattr(model.peft_config[name], "use_rslora", False))
+    for path, layer in _adapted_layers(model):
+        problem = _layer_problem(layer, name, rslora=rslora)
+        if problem is not None:
+            return f"The layer {without_wrappers(path)} {problem}."
+    return None
+
+
+def _layer_problem(layer: Any, name: str, *, rslora: bool) -> str | None:
+    """Returns how a layer differs from its base layer with an adapter over it."""
+    if _is_wrapper(layer):
+        unused = layer.disable_adapters or name not in layer.active_adapters
+        return None if unused else "is trained whole"
+    adapters = {
+        key for kind in layer.adapter_layer_names for key in getattr(layer, kind)
+    }
+    active = [key for key in layer.active_adapters if key in adapters]
+    problem = None
+    if not {*layer.merged_adapters} <= {name}:
+        problem = f"has the adapters {layer.merged_adapters} merged into its weights"
+    elif active != [name] * (name in adapters):
+        problem = f"computes with the adapters {active}, not with {name!r} alone"
+    elif active and layer.disable_adapters:
+        problem = "has its adapters disabled"
+    elif active:
+        rank, scaling = layer.r[name], layer.scaling[name]
+        scale = layer.lora_alpha[name] / (math.sqrt(rank) if rslora else rank)
+        if not math.isclose(scaling, scale):
+            problem = f"scales the adapter by {scaling:g} instead of {scale:g}"
+    return problem
 
 
 def adapter_source(given: Given) -> Source:
-    """Resolves the active adapter of a PEFT model, or a folder that PEFT has saved."""
+    """Resolves the active adapter of a PEFT model, or a folder that PEFT has saved.
+
+    Raises:
+        ConfigurationError: if the model is not its base with that adapter over it.
+    """
     if isinstance(given.weights, (str, os.PathLike)):
         tensors, config = read_folder(given.weights)
+        check_kind(config)
         return dataclasses.replace(tensor_source(tensors), adapter=config)
     found = given.peft_model
     if found is None:
@@ -289,12 +352,15 @@ def adapter_source(given: Given) -> Source:
             f"The model has {len(active)} active adapters, {active}; select the one to "
             f"send with model.set_adapter(name)."
         )
-    from peft import get_peft_model_state_dict
-
+    problem = _more_than_adapter(found, active[0])
+    if problem is not None:
+        raise ConfigurationError(
+            f"The adapter {active[0]!r} alone is not what the model computes with, so "
+            f"nothing was sent. {problem} transport='auto' merges the adapter and "
+            f"sends whole weights."
+        )
     # Embeddings that the adapter changes are the base model's own, and served already.
-    tensors = get_peft_model_state_dict(
-        found, adapter_name=active[0], save_embedding_layers=False
-    )
+    tensors = _adapter_tensors(found, active[0])
     config = _to_json(found.peft_config[active[0]].to_dict())
     return dataclasses.replace(tensor_source(tensors), adapter=config)
 

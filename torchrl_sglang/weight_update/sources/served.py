@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchrl_sglang.errors import WeightMismatchError
+from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import FusedParameter, ModelMetadata, TensorPart
 from torchrl_sglang.weight_update.weights import TensorSpec
 
 _LEADING = ("module.", "base_model.model.", "model.")
 """Prefixes of DDP, PEFT and wrappers."""
-
-_ANYWHERE = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Name parts of torch.compile and of wrappers of single layers."""
 
 _COMPUTED = ("rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 """Buffers that no checkpoint holds and no loader takes."""
@@ -121,10 +119,7 @@ def _strip(
 
     A prefix that all names have is stripped unless fewer names are known without it.
     """
-    short = [
-        ".".join(part for part in name.split(".") if part not in _ANYWHERE)
-        for name in names
-    ]
+    short = [without_wrappers(name) for name in names]
 
     def count_known(candidates: list[str]) -> int:
         return sum(name in served or name in fused for name in candidates)
