@@ -521,5 +521,7 @@ def _is_open(error: SGLangError | None) -> bool:
 
 
 def _text(error: BaseException) -> str:
+    """Returns an error as a sentence that others can follow."""
     # An interrupt has no text.
-    return str(error) or f"{type(error).__name__}."
+    text = str(error).rstrip() or type(error).__name__
+    return text if text.endswith((".", "!", "?")) else f"{text}."

@@ -7,11 +7,8 @@ them, and when it scores the same prompts alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-
-import torch
 
 from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -31,18 +28,9 @@ from torchrl_sglang.weight_update.verify import (
     choose_names,
     choose_prompts,
     comparable,
+    to_floats,
 )
 from torchrl_sglang.weight_update.weights import Weights
-
-State = tuple[tuple[str, int, int], ...]
-"""Name, address and number of in-place changes of each parameter."""
-
-
-def state_of(tensors: Mapping[str, torch.Tensor]) -> State:
-    """Returns what differs after an optimizer's step, without reading a value."""
-    return tuple(
-        (name, id(tensor), tensor._version) for name, tensor in tensors.items()
-    )
 
 
 def fill(
@@ -111,12 +99,12 @@ def _compare(
     (scores,) = run_sync(
         serving.control.prompt_log_probs(prompts, cache_key=version, urls=[url])
     )
-    expected = torch.tensor(scores, dtype=torch.float32)
+    expected = to_floats(scores)
     dtypes = {spec.dtype for spec in weights.specs}
     allowed = max(allowed_difference(dtype, expected) for dtype in dtypes)
     answers = run_sync(new.control.prompt_log_probs(prompts, cache_key=UNPROVEN))
     for place, answer in zip(new.control.urls, answers, strict=True):
-        differs = (torch.tensor(answer, dtype=torch.float32) - expected).abs().mean()
+        differs = (to_floats(answer) - expected).abs().mean()
         # A NaN is a difference.
         if not bool(differs <= allowed):
             raise WeightMismatchError(

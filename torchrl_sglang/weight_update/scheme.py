@@ -329,10 +329,26 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         return self._sender
 
     def create_receiver(
-        self, engine: RLSGLangEngine | None = None
+        self,
+        engine: RLSGLangEngine | None = None,
+        *,
+        vllm_engine: RLSGLangEngine | None = None,
     ) -> SGLangWeightReceiver:
-        """Returns the receiving side of the servers; by default the scheme's."""
-        return SGLangWeightReceiver(engine or self.engine)
+        """Returns the receiving side of the servers.
+
+        Args:
+            engine: by default the scheme's.
+            vllm_engine: the engine, under the name that TorchRL's schemes use.
+
+        Raises:
+            ConfigurationError: if both are given, and are not the same.
+        """
+        if engine is not None and vllm_engine not in (None, engine):
+            raise ConfigurationError(
+                f"engine={engine!r} and vllm_engine={vllm_engine!r} are two names of "
+                f"one argument; give one of them."
+            )
+        return SGLangWeightReceiver(engine or vllm_engine or self.engine)
 
     def create_transport(self, **kwargs: Any) -> Any:
         """Returns the transport that TorchRL gives prepared weights to."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
@@ -45,11 +45,16 @@ from torchrl_sglang.weight_update.encodings.registry import (
     encoding_for,
     find_encoding,
 )
-from torchrl_sglang.weight_update.new_servers import State, fill, state_of
+from torchrl_sglang.weight_update.new_servers import fill
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
 from torchrl_sglang.weight_update.registered_collectors import RegisteredCollectors
 from torchrl_sglang.weight_update.sources.base import Source, module_tensors
+from torchrl_sglang.weight_update.sources.fingerprints import (
+    Fingerprint,
+    are_equal,
+    take_fingerprints,
+)
 from torchrl_sglang.weight_update.sources.given import Given, unwrap
 from torchrl_sglang.weight_update.sources.peft import adapter_source, plain_lora
 from torchrl_sglang.weight_update.sources.resolve import (
@@ -99,7 +104,8 @@ class SGLangWeightSender:
         self._last_report: SyncReport | None = None
         self._totals = UpdateTotals()
         self._sent_registered = False
-        self._sent_state: State | None = None
+        self._sent: dict[str, Fingerprint] = {}
+        """What the last update has read of the registered model."""
 
     @property
     def last_report(self) -> SyncReport | None:
@@ -216,8 +222,10 @@ class SGLangWeightSender:
 
         Raises:
             WeightMismatchError: if they do not fit the served model; nothing was sent.
-                Or if verification found other weights on a server: it is paused, and
-                the engine refuses to generate until an update succeeds.
+                Or if verification found a NaN, or other weights on a server: it is
+                paused, and the engine refuses to generate until an update succeeds.
+            ConfigurationError: with ``transport="lora"``, if the adapter alone is not
+                what the model computes with; nothing was sent.
             WeightTransferError: if sending failed; see its ``untouched``.
             WeightSyncStateError: if there is nothing to send, another update is in
                 flight, or another rank sends for this rank's collector.
@@ -277,15 +285,17 @@ class SGLangWeightSender:
                 **{f"{name}_seconds": s for name, s in report.phase_seconds.items()},
             )
         self._sent_registered = given.weights is self._model
-        self._sent_state = self._state(given.weights)
         return self._count(report, counts_itself)
+        # From here on nothing may fail: the servers have these weights.
 
-    def _state(self, weights: Any) -> State | None:
-        return (
-            state_of(module_tensors(weights))
-            if isinstance(weights, nn.Module)
-            else None
-        )
+    def _is_unchanged(self) -> bool:
+        """Reads the registered model; returns whether the last update has sent it."""
+        source = self._find_source(unwrap(self._model))
+        now: dict[str, Fingerprint] = {}
+        served = ({},) if source.adapter is not None else self._served
+        weights = open_weights(take_fingerprints(source, now), *served)
+        deque(weights.read(), maxlen=0)
+        return are_equal(self._sent, now)
 
     def is_spread(self, weights: Any = None) -> bool:
         """Whether ranks hold weights together, so that all of them have to send them.
@@ -317,7 +327,7 @@ class SGLangWeightSender:
             "All servers were started again, so that they are sent the weights again."
         )
         given = unwrap(model)
-        if self._sent_state != self._state(given.weights):
+        if not self._is_unchanged():
             return self._update(model, verify=False)
         with self._totals.counting_failures():
             report = self._send_until(given, verify=False, counts=False)
@@ -392,7 +402,7 @@ class SGLangWeightSender:
             raise WeightSyncStateError(
                 f"New servers wait for weights, which ranks hold together. {now}"
             )
-        if self._sent_state is None or self._sent_state != self._state(self._model):
+        if not self._is_unchanged():
             raise WeightSyncStateError(
                 f"New servers wait for weights, and the registered model was trained "
                 f"since the last update. {now}"
@@ -539,6 +549,9 @@ class SGLangWeightSender:
         engine, adapter = self._engine, source.adapter is not None
         if adapter:
             weights = open_weights(source, {})
+        self._sent = {}
+        if given.weights is self._model and source.peers is None:
+            source = take_fingerprints(source, self._sent)
         else:
             engine.look_at_servers()
             weights = open_weights(source, *self._served)

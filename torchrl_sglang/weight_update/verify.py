@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -89,6 +90,7 @@ def watch(
         served = set(dtypes.values())
     compare_log_probs = _watch_log_probs(engine, model, served, adapter, version)
     sent: dict[str, torch.Tensor] = {}
+    extremes: dict[str, torch.Tensor] = {}
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights.read():
@@ -97,6 +99,8 @@ def watch(
                 first = tensor.detach()[: ELEMENTS if tensor.dim() == 1 else ROWS]
                 sent[name] = first.to("cpu", dtypes[name], copy=True).float()
                 del first
+            if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
+                extremes[name] = torch.stack(torch.aminmax(tensor.detach()))
             yield name, tensor
             # Not held while the next one is made.
             del tensor
@@ -104,6 +108,7 @@ def watch(
     def check() -> None:
         if not adapter:
             _check_alone(engine, version)
+        _check_numbers(extremes, version)
         for name, value in sent.items():
             _compare_values(engine, name, value)
         compare_log_probs()
@@ -142,13 +147,34 @@ def _check_alone(engine: RLSGLangEngine, version: str) -> None:
         )
 
 
+def _check_numbers(extremes: Mapping[str, torch.Tensor], version: str) -> None:
+    """Checks that the weights that were sent have no NaN.
+
+    ``extremes``: least and greatest element of each tensor.
+    """
+    for name, values in extremes.items():
+        if bool(values.isnan().any()):
+            raise WeightMismatchError(
+                f"The weights of version {version} that were sent have NaN: {name} is "
+                f"the first such tensor. The servers have them now, and would generate "
+                f"noise; send finite weights, such as those of the last checkpoint."
+            )
+
+
+def to_floats(answer: Any) -> torch.Tensor:
+    """Converts numbers of a server, which tells NaN and infinities as ``null``."""
+    return torch.from_numpy(np.array(answer, dtype=np.float32))
+
+
 def _compare_values(engine: RLSGLangEngine, name: str, sent: torch.Tensor) -> None:
     answers = run_sync(engine.control.get_weights_by_name(name, len(sent)))
     for url, answer in zip(engine.control.urls, answers, strict=True):
-        found = torch.tensor(answer, dtype=torch.float32)
+        found = to_floats(answer)
         # A rank of a tensor-parallel server may hold fewer rows.
         same = sent[: len(found)]
-        if not torch.equal(found, same):
+        same = same.where(same.isfinite(), torch.nan)
+        both_nan = found.isnan() & same.isnan()
+        if found.shape != same.shape or not bool(((found == same) | both_nan).all()):
             starts = [
                 [round(value, 6) for value in values.flatten()[:4].tolist()]
                 for values in (found, same)
@@ -184,11 +210,18 @@ def _watch_log_probs(
             control.prompt_log_probs(prompts, cache_key=version, adapter=name)
         )
         for url, answer in zip(control.urls, answers, strict=True):
-            found = torch.tensor(answer, dtype=torch.float32)
+            found = to_floats(answer)
             differs = (found - expected).abs()
             # A NaN is a difference.
             if bool(differs.mean() <= allowed):
                 continue
+            if bool(found.isnan().any()):
+                raise WeightMismatchError(
+                    f"After the update to version {version}, the log-probs of {url} "
+                    f"are no numbers, though no weight that was sent is NaN: an "
+                    f"infinite weight, or an overflow in {engine.capabilities.dtype}. "
+                    f"Send other weights, or serve the model in a wider type."
+                )
             where = int(differs.nan_to_num(torch.inf).argmax())
             raise WeightMismatchError(
                 f"After the update, {url} does not generate with what was sent there: "

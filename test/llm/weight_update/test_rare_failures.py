@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from contextlib import ExitStack
@@ -11,10 +12,13 @@ import torch
 from helpers.collecting import wait_until
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
+from peft import LoraConfig, get_peft_model
+from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import (
+    ConfigurationError,
     ServerUnavailableError,
     WeightMismatchError,
     WeightSyncStateError,
@@ -94,22 +98,103 @@ def lose(launcher, engine) -> None:
 # All servers were started again.
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_weights_that_are_sent_again(launched, make_sender, hf_model, trained):
+GIVEN = {
+    "a module": lambda model: model,
+    "an exporter": lambda model: model.named_parameters,
+    "a function": lambda model: (
+        lambda: ((name, value.detach() * 1) for name, value in model.named_parameters())
+    ),
+    "a state dict": lambda model: model.state_dict(),
+    "a TensorDict": TensorDict.from_module,
+    "an adapter to be merged": lambda model: get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=2, init_lora_weights=False)
+    ),
+    "an adapter in half precision": lambda model: get_peft_model(
+        copy.deepcopy(model), LoraConfig(r=2, init_lora_weights=False)
+    ).bfloat16(),
+}
+"""What a sender is given -> how it is made of a model."""
+
+
+def optimize(parameter) -> None:
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+CHANGES = {
+    "none": lambda parameter: None,
+    "a forward pass's gradient": lambda parameter: setattr(
+        parameter, "grad", torch.ones_like(parameter)
+    ),
+    "an optimizer": optimize,
+    ".data": lambda parameter: parameter.data.add_(0.1),
+    "one element": lambda parameter: parameter.data.view(-1)[-1:].mul_(1.1),
+    "NumPy": lambda parameter: parameter.detach().view(torch.uint8).numpy().fill(1),
+    "another order": lambda parameter: parameter.data.copy_(parameter.data.flip(0)),
+    "another memory": lambda parameter: setattr(
+        parameter, "data", parameter.data * 1.5
+    ),
+}
+"""What happens to a parameter -> how."""
+
+
+def last_parameter(given):
+    """Returns a matrix that is trained, whatever the weights are given as."""
+    if not isinstance(given, torch.nn.Module):
+        given = getattr(given, "__self__", given)
+    if isinstance(given, torch.nn.Module) and not isinstance(given, TensorDict):
+        trained = [each for each in given.parameters() if each.requires_grad]
+        return [each for each in trained if each.dim() == 2][-1]
+    return None
+
+
+@pytest.mark.parametrize(
+    ("given", "change"),
+    [
+        *(("a module", change) for change in CHANGES),
+        *((given, "none") for given in [*GIVEN][1:]),
+        *zip([*GIVEN][1:], ["an optimizer", ".data", *[*CHANGES][4:]], strict=False),
+    ],
+)
+def test_weights_that_are_sent_again(launched, make_sender, hf_model, given, change):
     """Those of a later step are a new version: tokens of both are told apart."""
     launcher, engine = launched(1)
-    sender, collector = make_sender(engine), ToldCollector()
+    weights = GIVEN[given](hf_model)
+    sender, collector = make_sender(engine, weights), ToldCollector()
     sender.register_collector(collector)
     sender.update_weights()
+    changed = last_parameter(weights)
+    CHANGES[change](last_parameter(hf_model) if changed is None else changed)
+    trained = change not in ("none", "a forward pass's gradient")
+    engine.add_servers(1)
     if trained:
-        with torch.no_grad():
-            next(hf_model.parameters()).mul_(1.001)
-    lose(launcher, engine)
+        with pytest.raises(WeightSyncStateError, match="trained since"):
+            sender.update_new_servers()
+    else:
+        assert sender.update_new_servers().version == "1"
+    for handle in launcher.handles:
+        handle.vanish()
+    wait_until(lambda: engine.awaits_weights)
     assert sender.refresh().version == "2"
     assert collector.policy_version == 1 + trained
     last = ("next", "2") if trained else ("again", "2")
     assert collector.told == [("next", "1"), last]
     assert engine.generate(**ASKED)[0].weight_version == "2"
+
+
+def test_weights_of_inference_mode_are_counted(launched, make_sender, tiny_model_path):
+    _, engine = launched(1)
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(tiny_model_path)
+        )
+    assert next(model.parameters()).is_inference()
+    sender, collector = make_sender(engine, model), ToldCollector()
+    sender.register_collector(collector)
+    assert sender.update_weights() is sender.last_report
+    assert engine.weight_version == sender.last_report.version
+    assert collector.policy_version == 1
 
 
 def test_a_checkpoint_is_not_followed_by_the_model(launched, make_sender):
@@ -153,6 +238,16 @@ def test_nobody_is_left_to_compare_with(launched, make_sender):
     with pytest.raises(WeightTransferError, match="No server is left that .* compared"):
         sender.update_new_servers()
     assert sender.stats().failures == before + 1
+
+
+def test_a_receiver_is_made_by_torchrls_name(connected):
+    server, engine = connected()
+    scheme = SGLangWeightSyncScheme(server.url)
+    receiver = scheme.create_receiver(vllm_engine=engine)
+    assert receiver.weight_versions() == ["default"]
+    assert receiver._engine is scheme.create_receiver(engine)._engine is engine
+    with pytest.raises(ConfigurationError, match="two names of one argument"):
+        scheme.create_receiver(engine, vllm_engine=AsyncSGLang.connect(server.url))
 
 
 # Of several calls.
@@ -324,8 +419,6 @@ LORA_SERVER = {
 
 
 def adapted(model):
-    from peft import LoraConfig, get_peft_model
-
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 

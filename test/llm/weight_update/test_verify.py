@@ -108,6 +108,30 @@ def can_generate(engine) -> bool:
     return len(answer.token_ids) == 2
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.nan, r"have NaN: model\.layers\.1\.mlp\.up_proj\.weight is the first"),
+        (torch.inf, "log-probs of http.* are no numbers"),
+    ],
+    ids=str,
+)
+def test_weights_that_are_not_finite(sender, llama_engine, value, words):
+    """Servers tell them as null: the error names them, and the next update mends it."""
+    model = make_llama(1)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = value
+    given = [model, model.state_dict()] if value is torch.nan else [model]
+    for weights in given:
+        with pytest.raises(WeightMismatchError, match=words):
+            sender.update_weights(weights)
+        with pytest.raises(
+            WeightSyncStateError, match=r"[a-z]\. Generation stays paused"
+        ):
+            can_generate(llama_engine)
+    sender.update_weights(make_llama(1))
+    assert can_generate(llama_engine)
+
+
 def test_right_weights_pass(sender, llama_engine):
     model = make_llama(1)
     for weights in (model, model.state_dict(), list(model.named_parameters())):
