@@ -25,7 +25,7 @@ from torchrl_sglang.collectors.groups.tools import (
     parse_tool_calls,
 )
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.options import check_options
+from torchrl_sglang.collectors.options import OnOtherSender, check_options
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
@@ -156,6 +156,10 @@ class AsyncLLMCollector(GroupCollector):
             is taken: ``"drop"`` (default), ``"retry"`` (its prompt starts again) or
             ``"mask"`` (its older tokens are excluded from the loss: their assistant
             mask is False and their log-probs are NaN).
+        on_other_sender (str): what happens when a batch has tokens of a weight version
+            that another sender than this collector's has sent, such as that of another
+            trainer on the same servers: ``"warn"`` (default), once, or ``"raise"``,
+            which ends the collector.
         keep_group (callable, optional): gets the returns of a complete group's
             conversations, a list of float, and says whether the group is trained on;
             another prompt takes the place of one that is not. ``has_variance`` drops
@@ -242,6 +246,7 @@ class AsyncLLMCollector(GroupCollector):
         batches_per_update: int = 1,
         max_staleness: int = 1,
         on_stale: OnStale = "drop",
+        on_other_sender: OnOtherSender = "warn",
         keep_group: KeepGroup | None = None,
         total_groups: int = -1,
         max_in_flight: int | None = None,
@@ -271,6 +276,7 @@ class AsyncLLMCollector(GroupCollector):
                 "batches_per_update": batches_per_update,
                 "max_staleness": max_staleness,
                 "on_stale": on_stale,
+                "on_other_sender": on_other_sender,
                 "total_groups": total_groups,
                 "max_in_flight": max_in_flight,
                 "max_retries": max_retries,
@@ -363,6 +369,8 @@ class AsyncLLMCollector(GroupCollector):
             mask_stale=mask if on_stale == "mask" else None,
             postproc=postproc,
             replay_buffer=replay_buffer,
+            on_other_sender=on_other_sender,
+            servers=policy.model.server_url,
         )
         # Nothing that runs refers to this object, so that dropping it ends the rest.
         self._finalizer = weakref.finalize(self, self._collection.stop)

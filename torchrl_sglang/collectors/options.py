@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from torchrl_sglang.collectors.scheduling.group_pool import OnStale
 from torchrl_sglang.collectors.scheduling.priority import (
@@ -14,6 +14,9 @@ from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.recorder import check_recorder
 from torchrl_sglang.support.checks import check_choice, check_count, check_flag
+
+OnOtherSender: TypeAlias = Literal["warn", "raise"]
+"""What happens to a batch whose tokens come from weights that another sender sent."""
 
 COUNTS: Mapping[str, int] = {
     "group_size": 1,
@@ -34,6 +37,7 @@ UNLIMITED = ("max_turns", "max_in_flight")
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "on_stale": get_args(OnStale),
+    "on_other_sender": get_args(OnOtherSender),
     "request_order": get_args(RequestOrder),
 }
 """Argument -> the words that it takes."""

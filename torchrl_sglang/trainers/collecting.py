@@ -131,6 +131,7 @@ class Collecting:
             total_groups=total,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
+            on_other_sender="raise",
             keep_group=self.keep_group,
             shuffle=is_read_by_index(self.prompts),
             seed=self.seed,

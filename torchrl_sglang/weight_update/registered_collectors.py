@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torchrl._utils import logger as torchrl_logger
@@ -87,7 +87,9 @@ class RegisteredCollectors:
         uncounted = []
         for collector in self._all():
             try:
-                collector.last_sync_report = report
+                with suppress(AttributeError):
+                    # A class with slots has no place for it.
+                    collector.last_sync_report = report
                 if collector is not counts_itself:
                     collector.increment_version()
             except Exception as error:  # noqa: BLE001 - A remote one raises anything.
@@ -107,12 +109,9 @@ class RegisteredCollectors:
         """Tells them that what was announced is no version of this update's."""
         self._tell("_update_failed", False)
 
-    def served_again(self, version: str) -> None:
-        """Tells them another name that servers have for the current weights."""
-        for collector in self._all():
-            served_again = getattr(collector, "_served_again", None)
-            if served_again is not None:
-                served_again(version)
+    def announce_again(self, version: str) -> None:
+        """Tells them another name that servers are to have for the current weights."""
+        self._tell("_served_again", version)
 
     def check_idle(self) -> None:
         """Refuses collectors whose servers another rank updates, it is unknown when.

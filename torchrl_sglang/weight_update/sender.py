@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.backends.fleet.weights_state import next_version
+from torchrl_sglang.backends.fleet.weights_state import next_version, version_order
 from torchrl_sglang.backends.lora.names import parse_served_name
 from torchrl_sglang.errors import (
     RequestRefusedError,
@@ -106,6 +106,9 @@ class SGLangWeightSender:
         self._sent_registered = False
         self._sent: dict[str, Fingerprint] = {}
         """What the last update has read of the registered model."""
+        self._chosen: list[str] = []
+        """Versions of the updates that were begun, also of those that failed."""
+        self._warned = False
 
     @property
     def last_report(self) -> SyncReport | None:
@@ -284,9 +287,9 @@ class SGLangWeightSender:
                 bytes=report.num_bytes,
                 **{f"{name}_seconds": s for name, s in report.phase_seconds.items()},
             )
+        # From here on nothing may fail: the servers have these weights.
         self._sent_registered = given.weights is self._model
         return self._count(report, counts_itself)
-        # From here on nothing may fail: the servers have these weights.
 
     def _is_unchanged(self) -> bool:
         """Reads the registered model; returns whether the last update has sent it."""
@@ -333,7 +336,6 @@ class SGLangWeightSender:
             report = self._send_until(given, verify=False, counts=False)
         self._last_report = report
         self._totals.add(report)
-        self._collectors.served_again(report.version)
         return report
 
     def update_new_servers(self) -> SyncReport | None:
@@ -547,11 +549,11 @@ class SGLangWeightSender:
         self, source: Source, given: Given, verify: bool, *, counts: bool
     ) -> SyncReport:
         engine, adapter = self._engine, source.adapter is not None
-        if adapter:
-            weights = open_weights(source, {})
         self._sent = {}
         if given.weights is self._model and source.peers is None:
             source = take_fingerprints(source, self._sent)
+        if adapter:
+            weights = open_weights(source, {})
         else:
             engine.look_at_servers()
             weights = open_weights(source, *self._served)
@@ -568,15 +570,17 @@ class SGLangWeightSender:
                     weights = replace(weights, peers=peers)
             if verify:
                 weights, check = watch(engine, weights, given, version=version)
-            if counts:
-                self._collectors.announce(version)
+            announce = (
+                self._collectors.announce if counts else self._collectors.announce_again
+            )
+            announce(version)
 
             def choose_again() -> str:
                 other = self._next_version()
                 if counts:
                     # The first one may be the other trainer's.
                     self._collectors.withdraw()
-                    self._collectors.announce(other)
+                announce(other)
                 return other
 
             return session.update_weights(
@@ -706,6 +710,7 @@ class SGLangWeightSender:
         engine, timeout = self._engine, self._options.control_timeout
         try:
             known = run_sync(engine.control.weight_versions(timeout=timeout))
+            self._warn_of_others(known)
             if engine.capabilities.has_lora:
                 held = run_sync(engine.control.adapters(timeout=timeout))
                 served = {name for each in held for name in each}
@@ -718,7 +723,27 @@ class SGLangWeightSender:
             ) from error
         known += [adapter.version or "" for adapter in engine.adapters.values()]
         known += [str(count) for count in self._collectors.counts()]
-        return next_version([*known, engine.weight_version, engine.newest_version])
+        version = next_version([*known, engine.weight_version, engine.newest_version])
+        self._chosen.append(version)
+        return version
+
+    def _warn_of_others(self, served: Sequence[str]) -> None:
+        """Warns once of weights that another sender has sent since the last update."""
+        if self._warned or not self._chosen:
+            return
+        first = version_order(self._chosen[0])
+        for version in served:
+            if version_order(version) > first and version not in self._chosen:
+                self._warned = True
+                torchrl_logger.warning(
+                    f"The servers at {self._engine.server_url} have weights of version "
+                    f"{version!r}, and this sender's last update was version "
+                    f"{self._chosen[-1]!r}: another trainer, or another sender of this "
+                    f"one, updates these servers, too. What was generated in between "
+                    f"is of its weights. Give each trainer servers of its own, and "
+                    f"send all updates of a trainer with one sender. This is said once."
+                )
+                return
 
     def flush_cache(self) -> bool:
         """Empties the prefix caches, as updates do; False if a server is too busy."""

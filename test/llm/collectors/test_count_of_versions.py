@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
@@ -16,6 +17,8 @@ import pytest
 import torch
 from helpers.collecting import length_reward, tasks
 from helpers.fake_server import FakeServer
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -26,11 +29,14 @@ from torchrl_sglang import (
     RunRecorder,
     SGLangWeightSyncScheme,
     SGLangWrapper,
+    attach_weight_sync,
 )
 from torchrl_sglang.backends import session
 from torchrl_sglang.errors import (
+    CollectionError,
     ConfigurationError,
     WeightMismatchError,
+    WeightSyncStateError,
     WeightTransferError,
 )
 from torchrl_sglang.recording.reading import Recording
@@ -211,6 +217,153 @@ def test_another_count_is_an_error(run, fake):
     correct.version_key = "token_policy_version"
     with pytest.raises(ConfigurationError, match="AsyncLLMCollector writes"):
         correct(batch)
+
+
+# Another sender.
+
+
+async def one_turn(task, *, base_url, api_key):
+    headers = {"Authorization": f"Bearer {api_key}"}
+    body = {"messages": [{"role": "user", "content": task["query"]}], "max_tokens": 5}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        await client.post(f"{base_url}/chat/completions", json=body)
+    return 1.0
+
+
+class One(Transform):
+    """The reward of each step is 1."""
+
+    def _step(self, tensordict, next_tensordict):
+        return next_tensordict.set("reward", torch.ones(1, 1, 1))
+
+
+def make_env() -> ChatEnv:
+    env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
+    return env.append_transform(One())
+
+
+KINDS = {
+    "functions": lambda gateway: {"rewards": length_reward},
+    "an environment": lambda gateway: {"env": make_env},
+    "an agent": lambda gateway: {"agent": one_turn, "gateway": gateway},
+}
+"""What makes conversations -> arguments of a collector."""
+
+
+class Trainers:
+    """Senders and collectors of several trainers on one server."""
+
+    def __init__(self, fake, model, folder, stack):
+        self._fake, self._model = fake, model
+        self._folder, self._stack = folder, stack
+
+    def connect(self):
+        return self._stack.enter_context(AsyncSGLang.connect(self._fake.url))
+
+    def scheme(self, engine):
+        scheme = SGLangWeightSyncScheme(
+            engine, self._model, transport="disk", directory=self._folder
+        )
+        self._stack.callback(scheme.shutdown)
+        return scheme
+
+    def collector(self, engine, kind="functions", scheme=None, **options):
+        gateway = None
+        if kind == "an agent":
+            gateway = self._stack.enter_context(Gateway(engine))
+        collector = AsyncLLMCollector(
+            policy=SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 6}),
+            prompts=tasks(1000),
+            groups_per_batch=1,
+            weight_sync_schemes=None if scheme is None else {"policy": scheme},
+            **{"max_staleness": 0, **KINDS[kind](gateway), **options},
+        )
+        self._stack.callback(collector.shutdown)
+        return collector
+
+
+@pytest.fixture
+def trainers(fake, hf_model, tmp_path):
+    with ExitStack() as stack:
+        yield Trainers(fake, hf_model, tmp_path, stack)
+
+
+def warned(caplog) -> list[str]:
+    return [each for each in caplog.messages if "another trainer" in each]
+
+
+@pytest.mark.parametrize("reaction", ["warn", "raise"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_another_senders_weights(trainers, fake, caplog, kind, reaction):
+    engine = trainers.connect()
+    collector = trainers.collector(
+        engine, kind, trainers.scheme(engine), on_other_sender=reaction
+    )
+    batches = iter(collector)
+    for _ in range(2):
+        collector.update_policy_weights_()
+        next(batches)
+    assert not warned(caplog)
+    another = trainers.scheme(trainers.connect()).create_sender()
+    with collector.pause():
+        collector.update_policy_weights_()
+        other = another.update_weights()
+    words = f"Batch 3 has tokens of weight version '{other.version}' from .*{fake.url}"
+    if reaction == "raise":
+        with pytest.raises(CollectionError, match=words) as error:
+            next(batches)
+        assert isinstance(error.value.__cause__, WeightSyncStateError)
+        assert "on_other_sender='warn'" in str(error.value)
+        return
+    for _ in range(2):
+        next(batches)
+        collector.update_policy_weights_()
+    # Once by the collector, and once by the sender.
+    first, *others = warned(caplog)
+    assert re.search(words, first)
+    assert [each.startswith("The servers at") for each in others] == [True]
+
+
+@pytest.mark.parametrize("spans", [True, False], ids=["spans", "one version"])
+def test_one_trainer_is_not_taken_for_two(trainers, tiny_model_path, caplog, spans):
+    """Its own updates are known, whatever has sent them and whoever collects."""
+    options = {"on_other_sender": "raise", "max_staleness": 2}
+    with FakeServer(tiny_model_path, version_spans=spans) as fake:
+        trainers._fake = fake
+        # An earlier run has left its weights.
+        fake.weight_version = "21"
+        engine = trainers.connect()
+        scheme = trainers.scheme(engine)
+        collectors = [
+            # One of them has an engine of its own, and one knows of no sender.
+            trainers.collector(trainers.connect(), scheme=scheme, **options),
+            trainers.collector(engine, scheme=scheme, **options),
+            trainers.collector(engine, **options),
+        ]
+        batches = [iter(each) for each in collectors]
+
+        def collect() -> None:
+            for each in batches:
+                next(each)
+
+        collect()
+        for _ in range(2):
+            scheme.create_sender().update_weights()
+            collect()
+        scheme.create_sender().recover()
+        collect()
+        # It is resumed on the same servers.
+        state = collectors[1].state_dict()
+        again = trainers.scheme(engine)
+        resumed = trainers.collector(trainers.connect(), scheme=again, **options)
+        resumed.load_state_dict(state)
+        attach_weight_sync(collectors[0], again)
+        batches.append(iter(resumed))
+        collect()
+        again.create_sender().update_weights()
+        collect()
+        assert resumed.policy_version == collectors[1].policy_version + 1
+    assert not warned(caplog)
 
 
 def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):

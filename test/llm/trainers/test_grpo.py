@@ -34,6 +34,7 @@ from torchrl_sglang.errors import (
     CheckpointError,
     CollectionError,
     ConfigurationError,
+    WeightSyncStateError,
 )
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.support.event_loop import run_sync
@@ -123,6 +124,35 @@ def scalar(folder, name):
     (path,) = (folder / "logs").rglob(f"scalars/{name}.csv")
     rows = [line.split(",") for line in path.read_text().splitlines()]
     return {int(step): float(value) for step, value in rows}
+
+
+def test_two_runs_on_the_same_servers(make, restored_engine, tmp_path):
+    """Each of them ends, as soon as it would train on the other's tokens."""
+    servers = {"engine": restored_engine.server_url}
+    run, other = make(**servers), make(**servers, output=tmp_path / "other")
+    with run, other:
+        for each in (other, run):
+            each.begin()
+        words = f"Batch 1 has tokens of weight version '.' .*{servers['engine']}.*warn"
+        with pytest.raises(CollectionError, match=words) as error:
+            next(iter(other.batches()))
+        assert isinstance(error.value.__cause__, WeightSyncStateError)
+        batches = iter(run.batches())
+        run.learner.train(next(batches), run.collector.policy_version)
+        with run.collector.pause():
+            run.update_weights()
+            sent = other.scheme.create_sender().update_weights().version
+        with pytest.raises(CollectionError, match=f"Batch 2 .* version '{sent}'"):
+            next(batches)
+
+
+def test_a_run_that_another_one_may_disturb(make, restored_engine, tmp_path):
+    servers = {"engine": restored_engine.server_url}
+    allowed = {"collector": {"on_other_sender": "warn"}}
+    with make(**servers, **allowed) as run, make(**servers, output=tmp_path / "b") as b:
+        run.begin()
+        b.begin()
+        assert next(iter(run.batches())) is not None
 
 
 def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):

@@ -174,6 +174,10 @@ class AgentGroups:
         for run, turn in _turns(group):
             yield from self._versions.spans(turn.completion, run.policy_version)
 
+    def foreign(self, group: AgentGroup) -> str | None:
+        """Returns a weight version of the responses that another sender has sent."""
+        return self._versions.foreign(turn.completion for _, turn in _turns(group))
+
     def write(self, group: AgentGroup) -> list[TensorDictBase]:
         """Returns a TensorDict for each trajectory, in the layout of the gateway."""
         rows: list[TensorDictBase] = []

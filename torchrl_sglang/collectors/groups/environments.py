@@ -398,6 +398,12 @@ class EnvironmentGroups:
             for turn in episode:
                 yield from self._versions.spans(turn.completion, turn.policy_version)
 
+    def foreign(self, group: Sequence[Episode]) -> str | None:
+        """Returns a weight version of the responses that another sender has sent."""
+        return self._versions.foreign(
+            turn.completion for episode in group for turn in episode
+        )
+
     def write(self, group: Sequence[Episode]) -> list[TensorDictBase]:
         """Returns the steps of all conversations, one after the other."""
         rows = []

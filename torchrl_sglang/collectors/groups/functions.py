@@ -135,6 +135,14 @@ class FunctionGroups:
                     turn.response.completion, turn.policy_version
                 )
 
+    def foreign(self, group: FunctionGroup) -> str | None:
+        """Returns a weight version of the responses that another sender has sent."""
+        return self._versions.foreign(
+            turn.response.completion
+            for conversation in group.conversations
+            for turn in conversation.turns
+        )
+
     def write(self, group: FunctionGroup) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
         return list(self._writer.write(group.conversations, group.task))

@@ -28,6 +28,7 @@ class PolicyVersions:
 
     def __init__(self, served: str, version: int = 0) -> None:
         self._version_of = {served: version}
+        self._first_announced: int | None = None
         self.current = version
         """Number of updates so far."""
 
@@ -54,7 +55,10 @@ class PolicyVersions:
             >>> versions.current, versions.of("4"), versions.of("5")
             (1, 1, 1)
         """
-        self._version_of.setdefault(served, self.current + 1)
+        if self._first_announced is None and served.isdigit():
+            self._first_announced = int(served)
+        # No weights had it before: at most an update that failed has announced it.
+        self._version_of[served] = self.current + 1
 
     def fail(self, *, generated: bool) -> None:
         """Ends the announcements of an update that has failed.
@@ -100,6 +104,38 @@ class PolicyVersions:
             if not name.isdigit() or int(name) < int(served)
         ]
         return max(before, default=None)
+
+    def foreign(self, completions: Iterable[Completion]) -> str | None:
+        """Returns a version of responses that another sender has given the servers.
+
+        The collector's own senders announce theirs. Versions from before their first
+        update are nobody else's: those of an earlier run, or of a checkpoint.
+
+        Args:
+            completions: their versions are looked at, those of their LoRA adapters and
+                of the base weights below these.
+
+        Examples:
+            >>> versions = PolicyVersions("3")
+            >>> versions.announce("4")
+            >>> [versions._is_foreign(name) for name in ("default", "3", "4", "5")]
+            [False, False, False, True]
+        """
+        names = (
+            name
+            for completion in completions
+            for name in (
+                *(span.version for span in completion.versions),
+                completion.weight_version,
+            )
+        )
+        return next((name for name in names if self._is_foreign(name)), None)
+
+    def _is_foreign(self, served: str | None) -> bool:
+        first = self._first_announced
+        if first is None or served is None or not served.isdigit():
+            return False
+        return int(served) > first and served not in self._version_of
 
     def oldest(self, completions: Iterable[tuple[Completion, int]]) -> int:
         """Returns the policy version of the oldest response token.

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.collectors.options import OnOtherSender
 from torchrl_sglang.collectors.runtime.advantages import check_advantages
-from torchrl_sglang.collectors.runtime.collection import Collection
+from torchrl_sglang.collectors.runtime.collection import Collection, Complete
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
-from torchrl_sglang.errors import CollectionError, UserFunctionError
+from torchrl_sglang.collectors.scheduling.group_pool import ReadyGroup
+from torchrl_sglang.errors import (
+    CollectionError,
+    UserFunctionError,
+    WeightSyncStateError,
+)
 
 FOREVER_SECONDS = 10.0 * 365 * 24 * 3600
 """The writer waits for groups until the collection ends."""
@@ -29,6 +35,8 @@ class Batches:
             that have some are not taken.
         postproc: applied to each batch.
         replay_buffer: to write them to.
+        on_other_sender: what happens where another sender updates the servers.
+        servers: their address, for messages.
     """
 
     def __init__(
@@ -39,6 +47,8 @@ class Batches:
         mask_stale: StaleMask | None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None,
         replay_buffer: Any,
+        on_other_sender: OnOtherSender = "warn",
+        servers: str = "",
     ) -> None:
         self.frames = 0
         self.batches = 0
@@ -47,6 +57,9 @@ class Batches:
         self._mask_stale = mask_stale
         self._postproc = postproc
         self._replay_buffer = replay_buffer
+        self._on_other_sender = on_other_sender
+        self._servers = servers
+        self._warned = False
         self._writer: threading.Thread | None = None
 
     @property
@@ -68,6 +81,7 @@ class Batches:
         )
         if not taken:
             return None
+        self._check_senders(taken)
         pool = self._collection.pool
         bound = pool.version - pool.limits.max_staleness
         rows: list[TensorDictBase] = []
@@ -95,6 +109,37 @@ class Batches:
         self.frames += len(rows)
         self.batches += 1
         return batch
+
+    def _check_senders(self, taken: Sequence[ReadyGroup[Complete]]) -> None:
+        """Warns once of tokens from weights of another sender, or ends the collection.
+
+        Raises:
+            CollectionError: if it ended.
+        """
+        if self._warned:
+            return
+        foreign = self._collection.groups.foreign
+        found = (foreign(each.content.group) for each in taken)
+        version = next(filter(None, found), None)
+        if version is None:
+            return
+        self._warned = True
+        text = (
+            f"Batch {self.batches + 1} has tokens of weight version {version!r} from "
+            f"the servers at {self._servers}, and the sender of this collector did not "
+            f"send it: another trainer updates these servers, too, and each trains on "
+            f"tokens of the other's weights. Give each trainer servers of its own; if "
+            f"that sender belongs to this run, register the collector with it "
+            f"(attach_weight_sync)."
+        )
+        if self._on_other_sender == "raise":
+            error = WeightSyncStateError(
+                f"{text} With on_other_sender='warn', which GRPO takes in "
+                f"collector={{...}}, the run goes on."
+            )
+            self._collection.end(error)
+            self._collection.check()
+        torchrl_logger.warning(f"{text} This is said once.")
 
     def write_in_background(self) -> None:
         """Starts the thread that writes groups to the buffer, once."""

@@ -37,6 +37,9 @@ class Groups(Protocol):
     def spans(self, group: Any) -> Iterator[TokenSpan]:
         """Yields policy version and number of tokens of parts of the responses."""
 
+    def foreign(self, group: Any) -> str | None:
+        """Returns a weight version of the responses that another sender has sent."""
+
     def write(self, group: Any) -> list[TensorDictBase]:
         """Returns a TensorDict for each turn."""
 
