@@ -10,9 +10,6 @@ import torch
 from helpers.adapters import adapter_from_model
 from helpers.fake_server import FakeServer
 from helpers.log_probs import response_difference
-from peft import (
-    LoraConfig,
-)
 from tensordict import TensorDict, lazy_stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -382,6 +379,8 @@ def disable_one(model) -> None:
 
 
 def add(model, name="other", **config) -> None:
+    from peft import LoraConfig
+
     settings = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False}
     model.add_adapter(name, LoraConfig(**{**settings, **config}))
 
@@ -515,6 +514,8 @@ def test_an_adapter_of_changed_weights_is_refused(tmp_path, peft_models):
 
 
 def test_two_adapters_that_are_trained(peft_models):
+    from peft import LoraConfig
+
     model = peft_models.make(1)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
     assert plain_lora(unwrap(model)) is not None

@@ -12,7 +12,6 @@ import torch
 from helpers.collecting import wait_until
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
-from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,6 +97,13 @@ def lose(launcher, engine) -> None:
 # All servers were started again.
 
 
+def adapted_copy(model):
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(r=2, init_lora_weights=False)
+    return get_peft_model(copy.deepcopy(model), settings)
+
+
 GIVEN = {
     "a module": lambda model: model,
     "an exporter": lambda model: model.named_parameters,
@@ -106,12 +112,8 @@ GIVEN = {
     ),
     "a state dict": lambda model: model.state_dict(),
     "a TensorDict": TensorDict.from_module,
-    "an adapter to be merged": lambda model: get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=2, init_lora_weights=False)
-    ),
-    "an adapter in half precision": lambda model: get_peft_model(
-        copy.deepcopy(model), LoraConfig(r=2, init_lora_weights=False)
-    ).bfloat16(),
+    "an adapter to be merged": adapted_copy,
+    "an adapter in half precision": lambda model: adapted_copy(model).bfloat16(),
 }
 """What a sender is given -> how it is made of a model."""
 
@@ -419,6 +421,8 @@ LORA_SERVER = {
 
 
 def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
     return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
 
 
