@@ -84,6 +84,12 @@ SAMPLING_LOG_PROB = -0.5
 HOT = 100.0
 """At this temperature all tokens are equally probable."""
 
+OPEN_ROUTES = frozenset(
+    {"/generate", "/server_info", "/model_info", "/openapi.json"}
+    | {"/parse_function_call", "/separate_reasoning"}
+)
+"""Routes beside those below ``/v1`` that an admin key is not for."""
+
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
 _NO_SESSION = (
@@ -101,6 +107,7 @@ class FakeServer:
     Args:
         model_path: folder whose ``config.json`` gives the vocabulary and the context.
         api_key: key that requests must carry.
+        admin_api_key: key that control calls must carry instead.
         context: context of the model, instead of the one in ``config.json``.
         enable_memory_saver: what it says of this argument of SGLang.
         enable_lora: whether it takes LoRA adapters, which change no response.
@@ -148,6 +155,7 @@ class FakeServer:
         model_path: str | Path,
         *,
         api_key: str | None = None,
+        admin_api_key: str | None = None,
         context: int | None = None,
         enable_memory_saver: bool = False,
         enable_lora: bool = False,
@@ -164,7 +172,7 @@ class FakeServer:
         self.model_path = str(model_path)
         self._vocab_size: int = config["vocab_size"]
         self._context: int = context or config["max_position_embeddings"]
-        self._api_key = api_key
+        self._api_key, self._admin_api_key = api_key, admin_api_key
         self._faults: dict[str, tuple[Fault, Callable[[Any], bool]]] = {}
         self.weight_version = "default"
         self.earlier_version: tuple[str, int] | None = None
@@ -340,7 +348,7 @@ class FakeServer:
             self.headers[request.path] = request.headers.copy()
             self._changed.notify_all()
         key = request.headers.get("Authorization")
-        if self._api_key and key != f"Bearer {self._api_key}":
+        if not self._lets_in(request.path, key):
             return _json({"error": "Unauthorized"}, 401)
         if self._vanished:
             await self._done.wait()
@@ -391,6 +399,14 @@ class FakeServer:
             self._dead = True
             transport.abort()
             return web.Response()
+
+    def _lets_in(self, path: str, key: str | None) -> bool:
+        """Decides as ``decide_request_auth`` of SGLang does."""
+        if path.startswith(("/health", "/ready", "/metrics")):
+            return True
+        is_admin = path not in OPEN_ROUTES and not path.startswith("/v1/")
+        wanted = (is_admin and self._admin_api_key) or self._api_key
+        return not wanted or key == f"Bearer {wanted}"
 
     async def _hang(self, content: Any, *until: asyncio.Event) -> bool:
         """Waits until the requests are aborted (True) or the server ends (False).

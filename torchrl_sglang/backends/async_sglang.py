@@ -269,6 +269,7 @@ class AsyncSGLang(TorchRLCalls):
         router_policy: str | None = "cache_aware",
         router_args: Mapping[str, Any] | None = None,
         api_key: str | None = None,
+        admin_api_key: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
         max_attempts: int = MAX_ATTEMPTS,
         max_restarts: int = MAX_RESTARTS,
@@ -314,6 +315,8 @@ class AsyncSGLang(TorchRLCalls):
             router_args: further arguments of sglang-router, under its own names.
             api_key: key that the servers shall ask for. On a Ray cluster of several
                 machines, one is made if none is given; see :attr:`api_key`.
+            admin_api_key: key that the servers shall ask for instead in updates,
+                aborts, sleep and other control calls, which this engine then sends.
             max_in_flight: most in-flight requests, less where this process may not have
                 so many files open (``ulimit -Hn``).
             max_attempts: how often a request is sent, where connections break or
@@ -394,6 +397,8 @@ class AsyncSGLang(TorchRLCalls):
                 rollout_dtype, str(model), translate_vllm_names(server_args), device
             )
         spec = {"model": model, "api_key": api_key, "device": device, "python": python}
+        if admin_api_key is not None:
+            spec["admin_api_key"] = admin_api_key
         if loader_arguments(weight_loader, {}):
             spec["weight_loader"] = weight_loader
         servers = make_launcher(
@@ -404,7 +409,9 @@ class AsyncSGLang(TorchRLCalls):
             start_timeout=start_timeout,
             parallel=parallel_start,
         )
-        engine = cls._launched(servers, settings, router=router)
+        engine = cls._launched(
+            servers, settings, router=router, admin_api_key=admin_api_key
+        )
         if rollout_dtype is not None:
             engine._fleet.change_weights(
                 partial(ServedWeights.mark_inconsistent, reason=UNFILLED)
@@ -418,6 +425,7 @@ class AsyncSGLang(TorchRLCalls):
         settings: Settings,
         *,
         router: Mapping[str, Any] | None,
+        admin_api_key: str | None = None,
     ) -> Self:
         """Starts a launcher's servers, and owns them."""
         launched = launch(launcher, router=router)
@@ -430,7 +438,8 @@ class AsyncSGLang(TorchRLCalls):
                 directory=launched.directory,
                 start_more=launched.start_more,
             )
-            return cls._connected(fleet, HttpClient(launcher.api_key), settings)
+            http = HttpClient(launcher.api_key, admin_api_key=admin_api_key)
+            return cls._connected(fleet, http, settings)
         except BaseException:
             launched.stop()
             raise
@@ -445,6 +454,7 @@ class AsyncSGLang(TorchRLCalls):
         router_url: str | None = None,
         model: str | None = None,
         api_key: str | None = None,
+        admin_api_key: str | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
         max_attempts: int = MAX_ATTEMPTS,
         trust_remote_code: bool = False,
@@ -468,6 +478,8 @@ class AsyncSGLang(TorchRLCalls):
             model: folder or hub name with the served model's configuration and
                 tokenizer, where the path that the server reports cannot be read here.
             api_key: key that the servers ask for.
+            admin_api_key: key that they ask for in updates, aborts, sleep and other
+                control calls, if they have another one for these.
             max_in_flight: as for :meth:`from_pretrained`, and so is the next one.
             max_attempts: how often a request is sent.
             trust_remote_code: run code that comes with the served model to read its
@@ -497,6 +509,7 @@ class AsyncSGLang(TorchRLCalls):
                 urls,
                 router_url=router_url,
                 api_key=api_key,
+                admin_api_key=admin_api_key,
             )
         )
         place = servers.router_url

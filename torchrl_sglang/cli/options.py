@@ -244,11 +244,18 @@ def engine_arguments(words: Iterable[str], own: Iterable[str] = ()) -> dict[str,
 
 
 def _check_engine_option(flag: str, own: Iterable[str]) -> None:
-    if flag.removeprefix("--").replace("-", "_") in SECRETS:
-        raise ConfigurationError(
-            f"{flag} on a command line can be read by every user of this machine. Put "
-            f"the server's key into a file and give --api-key-file FILE, or set "
+    name = flag.removeprefix("--").replace("-", "_")
+    if name in SECRETS:
+        advice = (
+            f"Put the server's key into a file and give --api-key-file FILE, or set "
             f"{KEY_VARIABLE}."
+            if name == "api_key"
+            else f"Start such servers from Python, with "
+            f"AsyncSGLang.from_pretrained(..., {name}=...)."
+        )
+        raise ConfigurationError(
+            f"{flag} on a command line can be read by every user of this machine. "
+            f"{advice}"
         )
     dashed = flag.replace("_", "-")
     meant = nearest(dashed, own, cutoff=TYPO_CUTOFF)

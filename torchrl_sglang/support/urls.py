@@ -73,6 +73,13 @@ def split_credentials(url: str) -> tuple[str, str | None]:
     return shown.rstrip("/"), f"Basic {login.decode()}"
 
 
+def address_hint(url: str) -> str:
+    """Returns the end of a message about an address where no server answers."""
+    if not url.endswith("/v1"):
+        return ""
+    return f" Leave the /v1 out, which clients of OpenAI's protocol want: {url[:-3]}"
+
+
 def url_of(host: str, port: object) -> str:
     """Returns the address at which this machine reaches its own listener."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)

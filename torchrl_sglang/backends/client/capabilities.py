@@ -22,6 +22,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.support.urls import address_hint
 from torchrl_sglang.types import (
     NGRAM_PLUGIN,
     TRACED_LOADER,
@@ -153,14 +154,10 @@ async def find_out(
 
     async def ask(path: str) -> dict[str, Any]:
         answer = await http.request("GET", url + path, timeout=CONNECT_TIMEOUT_SECONDS)
-        if answer.status in (401, 403):
-            raise ConfigurationError(
-                f"{answer.url} asks for a key (HTTP {answer.status}); give the "
-                f"server's as api_key=..."
-            )
         if answer.status == 404:
             raise ServerUnavailableError(
                 f"There is no {answer.url}; that is not an SGLang server."
+                f"{address_hint(url)}"
             )
         content = answer.raise_for_status().json()
         if not isinstance(content, dict):

@@ -21,6 +21,7 @@ from torchrl_sglang.backends.client.drafts import model_fields
 from torchrl_sglang.backends.client.fan_out import AT_ONCE, fan_out
 from torchrl_sglang.backends.client.http import HttpClient, Method, encode
 from torchrl_sglang.errors import (
+    ConfigurationError,
     RequestRefusedError,
     ServerUnavailableError,
     SGLangError,
@@ -206,11 +207,12 @@ class ControlPlane:
         """Checks that every scheduler works, by a cheap task.
 
         Most other questions are answered by a process in front of it, even while the
-        scheduler hangs. A refusal is an answer.
+        scheduler hangs. A refusal is an answer, and a wrong key no reason to restart.
         """
         errors = await self._errors("/flush_cache", None, timeout)
+        answers = (RequestRefusedError, ConfigurationError)
         return {
-            url: None if isinstance(error, RequestRefusedError) else error
+            url: None if isinstance(error, answers) else error
             for url, error in errors.items()
         }
 

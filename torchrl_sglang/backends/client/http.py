@@ -55,6 +55,19 @@ EXIT_SECONDS = 2.0
 STREAMED_BODY_BYTES = 1 << 20
 """A larger body is written in pieces, so that other requests are sent meanwhile."""
 
+OPEN_ROUTES = frozenset(
+    {
+        *("generate", "model_info", "server_info", "get_model_info", "get_server_info"),
+        *("get_load", "openapi.json", "parse_function_call", "separate_reasoning"),
+        *("health", "health_generate", "ready", "metrics", "workers"),
+    }
+)
+"""Routes, beside those below ``/v1``, that take the ``api_key`` also where there is an
+``admin_api_key`` (``auth_level`` in ``sglang/srt/entrypoints/http_server.py``)."""
+
+DENIED = (401, 403)
+"""Statuses of a wrong or a missing key."""
+
 END_SECONDS = 1.0
 """Timeout of a stream's end after its last event."""
 
@@ -121,10 +134,19 @@ class HttpResponse:
         return str(inner or text)[:ERROR_BODY_CHARACTERS]
 
     def raise_for_status(self) -> HttpResponse:
-        """Returns itself, or raises for 4xx (refused) and for other failures."""
+        """Returns itself, or raises for 4xx (refused) and for other failures.
+
+        A wrong key is no refusal, which some callers take for a server's answer.
+        """
         if self.ok:
             return self
         status = self.status
+        if status in DENIED:
+            raise ConfigurationError(
+                f"{self.url} asks for a key (HTTP {status}: {self.error_text()}); give "
+                f"the server's as api_key=..., and if it has one for updates, aborts "
+                f"and other control calls, that as admin_api_key=..."
+            )
         if 400 <= status < 500:
             raise RequestRefusedError(
                 f"{self.url} refused the request (HTTP {status}): {self.error_text()}",
@@ -151,14 +173,18 @@ class HttpClient:
     """A connection pool for the background loop; pickles to its settings.
 
     ``credentials``: server's address -> ``Authorization`` header. No key is shown.
+    ``admin_api_key``: for control calls, by default ``api_key``.
     """
 
     def __init__(
         self,
         api_key: str | None = None,
         credentials: Mapping[str, str] | None = None,
+        *,
+        admin_api_key: str | None = None,
     ) -> None:
         self.api_key = api_key
+        self._admin_api_key = admin_api_key
         self._credentials = dict(credentials or {})
         self._session: aiohttp.ClientSession | None = None
         self._session_pid: int | None = None
@@ -173,16 +199,13 @@ class HttpClient:
         # A forked child must not touch its parent's sockets, so it opens its own.
         own = self._session_pid == os.getpid()
         if self._session is None or self._session.closed or not own:
-            headers = {"Content-Type": "application/json"}
-            if self.api_key is not None:
-                headers["Authorization"] = f"Bearer {self.api_key}"
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0,
                     keepalive_timeout=KEEPALIVE_SECONDS,
                     socket_factory=make_socket,
                 ),
-                headers=headers,
+                headers={"Content-Type": "application/json"},
             )
             self._session_pid = os.getpid()
             self._in_flight = {} if not own else self._in_flight
@@ -210,7 +233,13 @@ class HttpClient:
                 url=url, status=response.status, body=await response.read()
             )
 
-        return await self._send(method, url, payload, timeout, headers or {}, read)
+        headers = headers or {}
+        answer = await self._send(method, url, payload, timeout, headers, read)
+        if answer.status in DENIED and self.api_key and self._admin_api_key:
+            # Generations of SGLang differ in which key a route takes.
+            other = {"Authorization": f"Bearer {self.api_key}", **headers}
+            return await self._send(method, url, payload, timeout, other, read)
+        return answer
 
     async def stream(
         self,
@@ -334,6 +363,13 @@ class HttpClient:
             await asyncio.sleep(NO_FILE_SECONDS)
 
     def _login(self, url: str) -> dict[str, str]:
+        """Returns the header with which a server lets a request to a URL in."""
+        path = url.partition("?")[0]
+        is_open = "/v1/" in path or path.rpartition("/")[2] in OPEN_ROUTES
+        key = None if is_open else self._admin_api_key
+        key = self.api_key if key is None else key
+        if key is not None:
+            return {"Authorization": f"Bearer {key}"}
         place = url if self._credentials else ""
         while place:
             if place in self._credentials:

@@ -16,7 +16,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
 )
 from torchrl_sglang.support.passwords import hide_passwords
-from torchrl_sglang.support.urls import split_credentials
+from torchrl_sglang.support.urls import address_hint, split_credentials
 
 WORKER_TIMEOUT_SECONDS = 45.0
 """Default timeout for a change of the worker list; a router gives up after 30 s."""
@@ -132,6 +132,7 @@ async def find_workers(http: HttpClient, url: str) -> list[str]:
     except (RequestRefusedError, KeyError, TypeError) as error:
         raise ServerUnavailableError(
             f"{url} does not answer like a router of SGLang's ({error})."
+            f"{address_hint(url)}"
         ) from error
     finally:
         await http.close()
@@ -173,6 +174,7 @@ async def find_servers(
     *,
     router_url: str | None,
     api_key: str | None,
+    admin_api_key: str | None = None,
 ) -> Found:
     """Returns the servers that :meth:`.AsyncSGLang.connect` was asked for."""
     place = None
@@ -191,7 +193,7 @@ async def find_servers(
             f"urls is a list of addresses, got {hide_passwords(urls)!r}."
         )
     addresses = _without_credentials([url] if url else urls or (), credentials)
-    if api_key is not None and credentials:
+    if (api_key or admin_api_key) is not None and credentials:
         raise ConfigurationError(
             f"Give {next(iter(credentials))} either an api_key or a user and a "
             f"password: a request carries one of them."
@@ -200,7 +202,7 @@ async def find_servers(
         raise ConfigurationError(
             f"urls must name each server once, and at least one: {addresses}."
         )
-    http = HttpClient(api_key, credentials)
+    http = HttpClient(api_key, credentials, admin_api_key=admin_api_key)
     return Found(urls=addresses, router_url=place, http=http)
 
 

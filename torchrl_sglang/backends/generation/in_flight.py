@@ -26,7 +26,12 @@ from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
-from torchrl_sglang.errors import RequestRefusedError, ServerTimeoutError, SGLangError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    RequestRefusedError,
+    ServerTimeoutError,
+    SGLangError,
+)
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.support.histogram import SECONDS, TOKENS, Histogram
 
@@ -329,7 +334,8 @@ class InFlight:
         # Counts as an abort of a weight update: the aborted requests are sent again.
         self._fleet.change_weights(ServedWeights.abort_requests)
         while waiting() and time.monotonic() < begun + RECALL_SECONDS:
-            await self._abort(waiting())
+            with suppress(ConfigurationError):
+                await self._abort(waiting())
             # An abort that arrives before its request is lost.
             await self._until(lambda: not waiting(), REPEAT_SECONDS)
         self._http.give_up(router, before=begun)
@@ -391,7 +397,10 @@ class InFlight:
             await self._abort(tickets)
 
     def _abort(self, tickets: Collection[InFlightRequest]) -> Coroutine[Any, Any, None]:
-        """Aborts attempts, as they are now, on the servers that may have them."""
+        """Aborts attempts, as they are now, on the servers that may have them.
+
+        Raises ConfigurationError if a server lets this engine abort nothing.
+        """
         sent = [(each.sent_as, each.sent_to) for each in tickets if each.sent_as]
         return self._abort_sent(sent)
 
@@ -403,23 +412,42 @@ class InFlight:
             # A router does not tell which server has it.
             for each in (fleet.urls if fleet.is_router(url) else [url])
         ]
-        await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
+        await self._post_each(calls)
 
     async def _abort_all(self) -> None:
         everything: Mapping[str, object] = {"abort_all": True}
-        await fan_out(self._post, [(everything, url) for url in self._fleet.urls])
+        await self._post_each([(everything, url) for url in self._fleet.urls])
 
-    async def _post(self, call: tuple[Mapping[str, object], str]) -> None:
+    async def _post_each(
+        self, calls: Sequence[tuple[Mapping[str, object], str]]
+    ) -> None:
+        """Sends aborts to all servers, and then raises if one wants another key."""
+        denials = await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
+        for denial in filter(None, denials):
+            raise denial
+
+    async def _post(
+        self, call: tuple[Mapping[str, object], str]
+    ) -> ConfigurationError | None:
         payload, url = call
         try:
-            await self._http.request(
+            answer = await self._http.request(
                 "POST", f"{url}/abort_request", payload, timeout=ABORT_TIMEOUT_SECONDS
             )
+            answer.raise_for_status()
+        except ConfigurationError as denial:
+            return denial
         except SGLangError as error:
             # A server that has ended has nothing left to abort.
             torchrl_logger.debug(f"An abort did not arrive: {error}")
+        return None
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._aborting.add(task)
-        task.add_done_callback(self._aborting.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._aborting.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            torchrl_logger.warning(f"An abort was refused: {error}")

@@ -5,6 +5,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -23,10 +25,12 @@ from aiohttp.test_utils import TestServer
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.http import (
     ERROR_BODY_CHARACTERS,
+    OPEN_ROUTES,
     STREAMED_BODY_BYTES,
     HttpClient,
     HttpResponse,
 )
+from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
@@ -151,6 +155,8 @@ def test_an_error_text_has_an_end(form):
         (299, None),
         (300, ServerUnavailableError),
         (400, RequestRefusedError),
+        (401, ConfigurationError),
+        (403, ConfigurationError),
         (404, RequestRefusedError),
         (499, RequestRefusedError),
         (500, ServerUnavailableError),
@@ -401,6 +407,82 @@ def test_the_key_is_sent_and_never_shown(tiny_model_path):
             assert answer.token_ids == [5]
             shown = [repr(engine), repr(engine._http), str(vars(engine))]
         assert not any("sesame" in text for text in shown)
+
+
+CONTROL_CALLS = {
+    "abort": lambda engine: engine.abort(),
+    "abort of one": lambda engine: engine.abort(["mine"]),
+    "flush": lambda engine: engine.flush_cache(),
+    "pause": lambda engine: run_sync(engine.control.pause("abort")),
+    "values": lambda engine: run_sync(engine.control.loader_states("x", timeout=9)),
+    "profile": lambda engine: engine.start_profile(),
+    "adapter": lambda engine: engine.unload_adapter("mine"),
+}
+
+
+@pytest.mark.parametrize("keys", [("user", "admin"), (None, "admin"), ("user", None)])
+@pytest.mark.parametrize("clone", [lambda it: it, copy.deepcopy], ids=["self", "copy"])
+def test_control_calls_carry_the_admin_key(tiny_model_path, keys, clone):
+    from helpers.fake_server import FakeServer
+
+    user, admin = keys
+    with FakeServer(tiny_model_path, api_key=user, admin_api_key=admin) as fake:
+        for path in ("/start_profile", "/get_weights_by_name"):
+            fake.routes[path] = lambda content: web.json_response([])
+        options = {} if admin is None else {"admin_api_key": admin}
+        engine = AsyncSGLang.connect(fake.url, api_key=user, **options)
+        with engine, clone(engine) as used:
+            used.generate(input_ids=[5], max_new_tokens=1)
+            used.stats()
+            assert used.flush_cache()
+            for name in ("abort", "pause", "values", "profile"):
+                CONTROL_CALLS[name](used)
+        for path in ("/abort_request", "/flush_cache", "/pause_generation"):
+            sent = fake.headers[path]["Authorization"]
+            assert sent == f"Bearer {admin or user}"
+        shown = repr(used) + str(vars(used)) + repr(used._http)
+        assert not [text for text in ("Bearer", "'admin'") if text in shown]
+
+
+@pytest.mark.parametrize("name", set(CONTROL_CALLS) - {"abort of one", "adapter"})
+@pytest.mark.parametrize("admin", [None, "wrong"])
+def test_a_control_call_without_its_key_is_an_error(tiny_model_path, name, admin):
+    from helpers.fake_server import FakeServer
+
+    with (
+        FakeServer(tiny_model_path, api_key="user", admin_api_key="admin") as fake,
+        AsyncSGLang.connect(fake.url, api_key="user", admin_api_key=admin) as engine,
+    ):
+        assert engine.generate(input_ids=[5], max_new_tokens=1)
+        with pytest.raises(ConfigurationError, match="admin_api_key") as caught:
+            CONTROL_CALLS[name](engine)
+        assert fake.url in str(caught.value)
+
+
+def routes_by_key(package: Path) -> tuple[set[str], set[str]]:
+    """Returns the routes of an SGLang that take its key, and its admin key."""
+    source = (package / "srt" / "entrypoints" / "http_server.py").read_text()
+    user, admin = set(), set()
+    for block in source.split("\n\n\n"):
+        found = re.findall(
+            r'@app\.(?:api_route|get|post|put|delete)\(\s*"([^"]+)"', block
+        )
+        (admin if "@auth_level(" in block else user).update(found)
+    return user, admin
+
+
+@pytest.mark.parametrize("version", cpu.VERSIONS)
+def test_open_routes_are_those_of_sglang(version):
+    prefix = Path(sys.prefix, "sglang-cpu")
+    overlay = prefix / f"sglang-{version}"
+    (folder,) = (
+        [overlay] if overlay.is_dir() else prefix.glob("lib/python*/site-packages")
+    )
+    user, admin = routes_by_key(folder / "sglang")
+    assert {"/abort_request", "/flush_cache"} <= admin
+    assert not {path.removeprefix("/") for path in admin} & OPEN_ROUTES
+    ours = {path.removeprefix("/") for path in user} & OPEN_ROUTES
+    assert {"generate", "model_info", "server_info", "parse_function_call"} <= ours
 
 
 def test_a_large_body_arrives_whole_and_typed(client):

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from helpers.forked_starts import processes_below, trainer_python, true_interpreter
 
-from torchrl_sglang import AsyncSGLang, make_sglang_server
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, make_sglang_server
 from torchrl_sglang.backends.fleet.replica import stop_all
 from torchrl_sglang.backends.launch import cpu, watchdog
 from torchrl_sglang.backends.launch.launcher import start_servers
@@ -863,16 +863,25 @@ def test_gone_after_the_trainer_is_killed(trainers):
     assert not folder.exists()
 
 
-def test_a_server_with_a_key_that_is_killed_while_it_generates(tiny_model_path):
-    key = KEY
+def test_a_server_with_a_key_that_is_killed_while_it_generates(
+    tiny_model_path, hf_model
+):
+    key, admin = KEY, f"admin-{KEY}"
     with AsyncSGLang.from_pretrained(
-        tiny_model_path, device="cpu", api_key=key
+        tiny_model_path, device="cpu", api_key=key, admin_api_key=admin
     ) as engine:
         for wrong in (None, "wrong"):
             with pytest.raises(ConfigurationError, match="asks for a key.*api_key"):
                 AsyncSGLang.connect(engine.server_url, api_key=wrong)
         with AsyncSGLang.connect(engine.server_url, api_key=key) as other:
             assert other.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})
+            for call in (other.abort, other.flush_cache):
+                with pytest.raises(ConfigurationError, match="give .*admin_api_key"):
+                    call()
+        sender = SGLangWeightSyncScheme(engine, hf_model).create_sender()
+        assert sender.update_weights().version == engine.weight_version == "1"
+        assert engine.flush_cache()
+        assert engine.abort() == 0
         assert engine.health()
         tree = tree_of(engine.servers[0])
         for pid in tree:
