@@ -127,14 +127,20 @@ def read_tokens(
     td: TensorDictBase,
     key: NestedKey,
     *,
-    attention_mask_keys: Sequence[NestedKey],
+    attention_mask_key: NestedKey | None,
+    written_mask_key: NestedKey,
     padding_value: int | None,
     keep_layout: bool = False,
 ) -> PromptBatch:
     """Reads token ids, ragged or padded, and removes the padding.
 
-    The first attention mask of the right shape decides. Without one, only leading
-    padding tokens are removed: a later one may be a real end-of-sequence token.
+    The caller's attention mask decides, or else the one that a wrapper has written with
+    these tokens. Without one, only leading padding tokens are removed: a later one may
+    be a real end-of-sequence token.
+
+    Raises:
+        ConfigurationError: if the caller's mask does not have the tokens' shape, or has
+            other values than 0 and 1.
     """
     rows = _get(td, key, "tokens", as_list=True)
     if not all(isinstance(row, torch.Tensor) for row in rows):
@@ -145,7 +151,16 @@ def read_tokens(
                 f"Expected one-dimensional integer tensors for '{key}', got shape "
                 f"{tuple(row.shape)} and {row.dtype}"
             )
-    masks = _find_masks(td, attention_mask_keys, [row.shape for row in rows])
+    masks = _given_masks(td, attention_mask_key, rows)
+    if masks is None:
+        masks = _written_masks(td, written_mask_key, rows, padding_value)
+    if masks is None and attention_mask_key is not None and attention_mask_key in td:
+        given = td.get(attention_mask_key, as_list=True)
+        raise ConfigurationError(
+            f"The attention mask in {attention_mask_key!r} has rows of shapes "
+            f"{_shapes(given)}, and the tokens in {key!r} of {_shapes(rows)}; give a "
+            f"mask of the tokens' shape, or none."
+        )
     if masks is not None:
         ids = [row.cpu()[mask].tolist() for row, mask in zip(rows, masks, strict=True)]
     else:
@@ -166,15 +181,50 @@ def strip_padding(token_ids: list[int], padding_value: int | None) -> list[int]:
     return token_ids[start:] if start else token_ids
 
 
-def _find_masks(
-    td: TensorDictBase, keys: Sequence[NestedKey], shapes: list[torch.Size]
+def _given_masks(
+    td: TensorDictBase, key: NestedKey | None, rows: Sequence[torch.Tensor]
 ) -> list[torch.Tensor] | None:
-    """Returns the first masks of the given shapes, on the CPU."""
-    for key in keys:
-        masks = td.get(key, as_list=True) if key in td else []
-        if [mask.shape for mask in masks] == shapes:
-            return [mask.to(device="cpu", dtype=torch.bool) for mask in masks]
-    return None
+    """Returns the caller's masks on the CPU; ``None`` unless they fit the tokens."""
+    masks = _masks_of_shape(td, key, rows)
+    for mask in masks or ():
+        if not bool(((mask == 0) | (mask == 1)).all()):
+            raise ConfigurationError(
+                f"The attention mask in {key!r} holds other values than 0 and 1 "
+                f"({mask.dtype}); give True or 1 for each token that counts."
+            )
+    return None if masks is None else [mask.bool() for mask in masks]
+
+
+def _written_masks(
+    td: TensorDictBase,
+    key: NestedKey,
+    rows: Sequence[torch.Tensor],
+    padding_value: int | None,
+) -> list[torch.Tensor] | None:
+    """Returns masks that a wrapper wrote with these tokens, on the CPU.
+
+    Those of other tokens, which an earlier call left behind, mask more than padding.
+    """
+    masks = [mask.bool() for mask in _masks_of_shape(td, key, rows) or ()]
+    left_out = (row.cpu()[~mask] for row, mask in zip(rows, masks, strict=False))
+    if padding_value is not None and any(
+        bool((tokens != padding_value).any()) for tokens in left_out
+    ):
+        return None
+    return masks or None
+
+
+def _masks_of_shape(
+    td: TensorDictBase, key: NestedKey | None, rows: Sequence[torch.Tensor]
+) -> list[torch.Tensor] | None:
+    masks = td.get(key, as_list=True) if key is not None and key in td else None
+    if masks is None or _shapes(masks) != _shapes(rows):
+        return None
+    return [mask.cpu() for mask in masks]
+
+
+def _shapes(rows: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(row.shape) for row in rows]
 
 
 def _get(td: TensorDictBase, key: NestedKey, mode: str, **get_kwargs: Any) -> Any:

@@ -22,6 +22,7 @@ from tensordict import (
     NestedKey,
     TensorDict,
     TensorDictBase,
+    is_tensor_collection,
     lazy_stack,
     set_list_to_stack,
 )
@@ -97,7 +98,9 @@ class SGLangWrapper(LLMWrapperBase):
         input_mode (str): ``"history"`` (default), ``"text"`` or ``"tokens"``.
         input_key (NestedKey, optional): key to read instead of the default.
         attention_mask_key (NestedKey): key of an optional attention mask of the input,
-            in tokens mode. Defaults to ``"attention_mask"``.
+            in tokens mode, of the tokens' shape, with True or 1 for each token that
+            counts; one that does not fit is refused. Defaults to
+            ``"attention_mask"``.
         generate (bool): generate (default) or score.
         generate_kwargs (dict, optional): sampling parameters, under TorchRL's standard
             names, vLLM's or SGLang's. Types and ranges are checked at once.
@@ -415,13 +418,19 @@ class SGLangWrapper(LLMWrapperBase):
             The TensorDict that was written to.
 
         Raises:
-            ConfigurationError: before anything is sent, if the input key is missing, a
+            ConfigurationError: before anything is sent, if there is no TensorDict, the
+                input key is missing, an attention mask does not fit its tokens, a
                 prompt or argument is invalid, or the output TensorDict is locked or has
                 another shape.
             TypeError: if the value under the input key has the wrong type.
         """
         if logits_only:
             _raise_no_logits()
+        if not is_tensor_collection(tensordict):
+            raise ConfigurationError(
+                f"A policy takes a TensorDict, got {tensordict!r:.100}, a "
+                f"{type(tensordict).__name__}; texts go to engine.generate()."
+            )
         shape = tensordict.batch_size
         if shape.numel() == 0:
             raise ConfigurationError(
@@ -526,17 +535,17 @@ class SGLangWrapper(LLMWrapperBase):
             return read_text(
                 td, self.input_key, tokenizer=self.tokenizer, tokenizer_kwargs=kwargs
             )
-        return self._read_tokens(td, self.input_key)
+        return self._read_tokens(td, self.input_key, self.attention_mask_key)
 
-    def _read_tokens(self, td: TensorDictBase, key: NestedKey) -> PromptBatch:
+    def _read_tokens(
+        self, td: TensorDictBase, key: NestedKey, mask_key: NestedKey | None = None
+    ) -> PromptBatch:
         return read_tokens(
             # Only a lazy stack returns rows of different lengths.
             td if isinstance(td, LazyStackedTensorDict) else td.to_lazystack(0),
             key,
-            attention_mask_keys=[
-                self.attention_mask_key,
-                _join(self.masks_key, "all_attention_mask"),
-            ],
+            attention_mask_key=mask_key,
+            written_mask_key=_join(self.masks_key, "all_attention_mask"),
             padding_value=self.padding_value,
             # Scores of a padded input keep its padding.
             keep_layout=self.pad_output and not self.generate,
