@@ -152,7 +152,7 @@ def _steps(
         if not matched and isinstance(outcome, Completion):
             outcomes[index] = cut(
                 outcome,
-                stops_of({"stop": request.sampling_params.get("stop", ())}),
+                stops_of(request.sampling_params),
                 lambda ids: decode(tokenizer, [ids])[0],
                 include=request.include_stop,
             )
@@ -162,7 +162,7 @@ def _steps(
 def _check_without_tokenizer(request: SampleRequest, on_server: bool) -> None:
     """Refuses parameters that need a tokenizer, before anything is generated."""
     names = () if on_server else ("stop", "min_new_tokens")
-    names = names if request.include_stop else ("stop", *names)
+    names = names if request.include_stop else ("stop", "stop_regex", *names)
     for name in names:
         if request.sampling_params.get(name):
             raise ConfigurationError(

@@ -8,11 +8,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+from torchrl_sglang.requests.sampling import (
+    GREEDY_TEMPERATURE,
+    SAMPLING_ALIASES,
+    SAMPLING_PARAMETERS,
+    hint,
+)
 from torchrl_sglang.support.checks import check_count, check_flag, to_python
 
 DEFAULT_MAX_TOKENS = 16
@@ -55,6 +61,9 @@ class SamplingParams:
     """Remove special tokens from the response's text."""
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Parameters for the engine, under SGLang's names."""
+    replaced: Mapping[str, Any] | None = None
+    """Temperature in whose place ``do_sample=False`` put 0, which ``do_sample=True`` of
+    a call puts back; ``None`` without ``do_sample=False``."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in _VLLM_DEFAULTS:
@@ -66,6 +75,14 @@ class SamplingParams:
         if name == "stop_token_ids":
             return sorted(value)
         return value if default is None else type(default)(value)
+
+    @property
+    def sampling(self) -> Mapping[str, Any]:
+        """Parameters for the engine without the effect of ``do_sample=False``."""
+        if self.replaced is None:
+            return self.engine
+        others = {k: v for k, v in self.engine.items() if k != "temperature"}
+        return {**others, **self.replaced}
 
     def for_sample(self, index: int) -> Mapping[str, Any]:
         """Returns the engine's parameters of one sample; each gets a different seed."""
@@ -111,7 +128,18 @@ _UNSUPPORTED = {
 
 
 def _json_schema(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    """Returns the text of a JSON schema; of a pydantic class, its own."""
+    if isinstance(value, str):
+        return value
+    make = getattr(value, "model_json_schema", None)
+    schema = make() if isinstance(value, type) and callable(make) else value
+    with suppress(TypeError, ValueError):
+        if isinstance(schema, Mapping):
+            return json.dumps(to_python(dict(schema)))
+    raise ConfigurationError(
+        f"A JSON schema must be a text, a mapping or a pydantic class, got {value!r}, "
+        f"a {type(value).__name__}; give what json.dumps can write."
+    )
 
 
 def _alternatives(choices: Any) -> str:
@@ -168,7 +196,9 @@ def translate(
         (['.'], 1, 8)
     """
     base = defaults or SamplingParams(engine={"max_new_tokens": DEFAULT_MAX_TOKENS})
-    engine = dict(base.engine)
+    standard = to_python(dict(standard))
+    do_sample = standard.get("do_sample")
+    engine = dict(base.sampling if do_sample is True else base.engine)
     given: dict[str, str] = {}
     for name, value in _unfold(standard).items():
         if name in _UNSUPPORTED:
@@ -194,14 +224,37 @@ def translate(
             )
         given[target] = name
         engine[target] = convert(value) if convert is not None else value
-    if standard.get("do_sample") is False:
-        engine["temperature"] = 0.0
+    replaced = None if "temperature" in given else base.replaced
+    replaced = _choose_sampling(engine, replaced, do_sample)
     if engine.get("max_new_tokens") == 0:
         raise ConfigurationError(
             "max_new_tokens=0 generates nothing; give at least 1, or score the prompt "
             "with generate=False."
         )
-    return replace(base, engine=engine, **_output_options(standard))
+    options = _output_options(standard)
+    return replace(base, engine=engine, replaced=replaced, **options)
+
+
+def _choose_sampling(
+    engine: dict[str, Any], replaced: Mapping[str, Any] | None, do_sample: bool | None
+) -> Mapping[str, Any] | None:
+    """Sets the temperature of ``do_sample``; returns what it has replaced.
+
+    Refuses a temperature with which ``do_sample=True`` would draw nothing.
+    """
+    temperature = engine.get("temperature")
+    if do_sample is None:
+        return replaced
+    if not do_sample:
+        engine["temperature"] = 0.0
+        own = {} if temperature is None else {"temperature": temperature}
+        return own if replaced is None else replaced
+    if isinstance(temperature, (int, float)) and temperature < GREEDY_TEMPERATURE:
+        raise ConfigurationError(
+            f"do_sample=True and temperature={temperature!r}, which draws nothing, are "
+            f"both given; give another temperature, or do_sample=False."
+        )
+    return None
 
 
 def _hint(name: str) -> str:

@@ -22,6 +22,7 @@ from torchrl_sglang.policies.engine_call import ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.requests.request import RequestSlot, longest_prompt
+from torchrl_sglang.support.checks import to_python
 from torchrl_sglang.types import Completion
 
 
@@ -158,7 +159,7 @@ class TurnCodec:
         """
         params = self._params.for_sample(sample)
         if seed is not None:
-            params = {**params, "sampling_seed": seed}
+            params = {**params, "sampling_seed": to_python(seed)}
         request = replace(
             self._request,
             input_ids=prompt.token_ids,

@@ -110,10 +110,13 @@ def _join_texts(first: str | None, second: str | None) -> str | None:
 
 def stops_of(params: Mapping[str, Any]) -> Stops:
     """Returns the stop strings and regular expressions of sampling parameters."""
-    stop = params.get("stop", ())
-    texts = [stop] if isinstance(stop, str) else stop
-    patterns = {text: re.compile(re.escape(text)) for text in texts}
-    return patterns | {text: re.compile(text) for text in params.get("stop_regex", ())}
+
+    def texts(name: str) -> Sequence[str]:
+        given = params.get(name) or ()
+        return [given] if isinstance(given, str) else given
+
+    patterns = {text: re.compile(re.escape(text)) for text in texts("stop")}
+    return patterns | {text: re.compile(text) for text in texts("stop_regex")}
 
 
 def cut(

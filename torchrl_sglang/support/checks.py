@@ -24,11 +24,23 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def to_python(value: Any) -> Any:
-    """Converts a NumPy scalar to a Python one; returns anything else unchanged."""
+    """Converts NumPy scalars, also those in a list or a mapping, to Python's.
+
+    Anything else is returned unchanged.
+    """
     # A tenth of a second of each command, most of which need none of it.
     numpy = sys.modules.get("numpy")
-    is_numpy = numpy is not None and isinstance(value, numpy.generic)
-    return value.item() if is_numpy else value
+    if numpy is None:
+        return value
+    if isinstance(value, numpy.generic):
+        return value.item()
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset):
+        if any(issubclass(each, numpy.generic) for each in set(map(type, value))):
+            return kind(map(to_python, value))
+    elif kind is dict and value:
+        return {to_python(name): to_python(each) for name, each in value.items()}
+    return value
 
 
 def check_seconds(
@@ -119,13 +131,19 @@ def check_mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def check_keywords(name: str, given: Mapping[str, Any], kind: type) -> None:
+def check_keywords(
+    name: str,
+    given: Mapping[str, Any],
+    kind: type,
+    meant: Mapping[str, str] | None = None,
+) -> None:
     """Refuses arguments that no constructor of a class has, with the nearest name.
 
     Args:
         name: of the mapping, for the message.
         given: arguments of the class.
         kind: the class; what its base classes take counts, too.
+        meant: another library's name -> the class's.
 
     Raises:
         ConfigurationError: naming the first such argument.
@@ -139,9 +157,11 @@ def check_keywords(name: str, given: Mapping[str, Any], kind: type) -> None:
     } - {"self"}
     for each in given:
         if each not in known:
+            word = (meant or {}).get(each)
+            hint = f" Did you mean {word!r}?" if word else suggest(str(each), known)
             raise ConfigurationError(
                 f"{name} has no argument {each!r}, which {kind.__name__} would "
-                f"ignore or refuse.{suggest(str(each), known)}"
+                f"ignore or refuse.{hint}"
             )
 
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import numpy as np
+import pydantic
 import pytest
 
 from torchrl_sglang import SGLangWrapper
@@ -36,6 +38,87 @@ def test_what_can_be_read_of_it():
     assert (defaults.top_p, defaults.top_k, defaults.stop) == (1.0, -1, [])
     assert (defaults.repetition_penalty, defaults.seed) == (1.0, None)
     assert translate({"top_k": -1}).top_k == -1
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "call", "temperature"),
+    [
+        ({"do_sample": False}, {"do_sample": True}, None),
+        ({"do_sample": False}, {"do_sample": True, "temperature": 0.5}, 0.5),
+        ({"do_sample": False, "temperature": 0.7}, {"do_sample": True}, 0.7),
+        ({"do_sample": False, "temperature": 0.7}, {"top_p": 0.9}, 0.0),
+        ({"do_sample": False}, {"temperature": 1.0}, 1.0),
+        ({"temperature": 0.7}, {"do_sample": False}, 0.0),
+        ({"do_sample": True}, {"do_sample": False}, 0.0),
+        ({"do_sample": False}, {"do_sample": np.True_}, None),
+    ],
+)
+def test_do_sample_of_a_call_overrides_that_of_the_wrapper(wrapper, call, temperature):
+    defaults = translate(wrapper)
+    found = translate(call, defaults)
+    assert found.engine.get("temperature") == temperature
+    # A later call of the same wrapper.
+    assert translate({}, defaults).engine == defaults.engine
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "call"),
+    [
+        ({}, {"do_sample": True, "temperature": 0.0}),
+        ({"temperature": 0.0}, {"do_sample": True}),
+        ({"temperature": 0, "do_sample": False}, {"do_sample": True}),
+        ({"temperature": 1e-7}, {"do_sample": np.True_}),
+    ],
+)
+def test_do_sample_with_a_temperature_that_draws_nothing_is_refused(wrapper, call):
+    defaults = translate(wrapper)
+    with pytest.raises(ConfigurationError, match="do_sample=True and temperature"):
+        translate(call, defaults)
+
+
+NUMPY = {
+    "seed": np.int64(5),
+    "max_new_tokens": np.uint32(7),
+    "temperature": np.float32(0.5),
+    "ignore_eos": np.False_,
+    "stop_token_ids": [np.int64(3), np.int32(4)],
+    "logit_bias": {np.int64(5): np.float64(1.5)},
+    "num_return_sequences": np.int64(2),
+    "logprobs": np.int64(1),
+    "do_sample": np.True_,
+}
+
+
+def test_numpy_values_become_python_values():
+    found = translate(NUMPY)
+    assert json.loads(json.dumps(dict(found.engine))) == {
+        "sampling_seed": 5,
+        "max_new_tokens": 7,
+        "temperature": 0.5,
+        "ignore_eos": False,
+        "stop_token_ids": [3, 4],
+        "logit_bias": {"5": 1.5},
+    }
+    assert type(found.n) is type(found.top_logprobs) is int
+    assert [found.for_sample(n)["sampling_seed"] for n in range(3)] == [5, 6, 7]
+
+
+class Answer(pydantic.BaseModel):
+    number: int
+
+
+@pytest.mark.parametrize("name", ["guided_json", "json_schema"])
+def test_a_pydantic_class_is_its_json_schema(name):
+    text = translate({name: Answer}).engine["json_schema"]
+    assert json.loads(text) == Answer.model_json_schema()
+    grammar = translate({"structured_outputs": {"json": Answer}}).engine
+    assert grammar["json_schema"] == text
+
+
+@pytest.mark.parametrize("value", [Answer(number=1), 5, ["a"], {"a": {1}}, object])
+def test_what_is_no_json_schema_is_refused(value):
+    with pytest.raises(ConfigurationError, match="A JSON schema must be .*pydantic"):
+        translate({"guided_json": value})
 
 
 @pytest.mark.parametrize(
@@ -164,7 +247,8 @@ def test_every_name_of_vllm_is_mapped_or_refused(name):
 
 @pytest.mark.parametrize("name", sorted(set(SAMPLING_PARAMETERS)))
 def test_every_name_of_sglang_is_taken(name):
-    value = {"no_stop_trim": False, "skip_special_tokens": True}.get(name, 1)
+    values = {"no_stop_trim": False, "skip_special_tokens": True, "json_schema": "{}"}
+    value = values.get(name, 1)
     if name == "spaces_between_special_tokens":
         translate({name: True})
     else:
