@@ -57,6 +57,11 @@ LOG_TAIL_BYTES = 100_000
 MAX_FOLDER_BYTES = 80
 """A socket's path has at most 107, some 20 of them for its name."""
 
+FOLDER_PREFIX = "torchrl_sglang_"
+
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders for a server's files where the path of the usual one is too long."""
+
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
@@ -69,6 +74,25 @@ _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 @atexit.register
 def _stop_living() -> None:
     stop_all(list(_LIVING))
+
+
+def short_folder(usual: str | None = None) -> str:
+    """Returns the folder for servers' files, whose sockets must have short paths.
+
+    Raises:
+        ServerStartError: if neither the usual one nor another is short enough.
+    """
+    usual = tempfile.gettempdir() if usual is None else usual
+    for folder in (usual, *SHORT_FOLDERS):
+        # mkdtemp adds eight characters.
+        path = os.path.join(os.path.abspath(folder), FOLDER_PREFIX + 8 * "x")
+        if len(os.fsencode(path)) <= MAX_FOLDER_BYTES and os.access(folder, os.W_OK):
+            return folder
+    raise ServerStartError(
+        f"The folder for temporary files has a path of {len(usual)} characters, too "
+        f"long for the sockets of a server ({usual}), and none of "
+        f"{', '.join(SHORT_FOLDERS)} can be written to. Set TMPDIR to a short path."
+    )
 
 
 def stop_unreachable() -> None:
@@ -138,8 +162,13 @@ class ServerProcess:
                 f"The {name} cannot be started: there is no program {line[0]!r}. Give "
                 f"the interpreter that has sglang as python=..."
             )
+        try:
+            place = short_folder()
+        except ServerStartError:
+            command.release()
+            raise
         # Created with access for the owner alone.
-        self._folder = Path(tempfile.mkdtemp(prefix="torchrl_sglang_"))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=place))
         self.log_path = self._folder / "server.log"
         self._config = self._folder / "config.yaml"
         if command.config:
@@ -163,16 +192,15 @@ class ServerProcess:
 
     def _environment(self) -> dict[str, str]:
         """Returns all variables; with them the tree's temporary files end with it."""
-        own = {FOLDER_VARIABLE: str(self._folder)}
-        defaults: dict[str, str] = {}
-        # SGLang's sockets are created there, and the path of a socket must be short.
-        if len(os.fsencode(self._folder)) <= MAX_FOLDER_BYTES:
-            own["TMPDIR"] = str(self._folder)
-            # Later servers can use this cache again, so it stays where it was.
-            cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
-            defaults["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+        # SGLang's sockets are created there.
+        own = {FOLDER_VARIABLE: str(self._folder), "TMPDIR": str(self._folder)}
+        # Later servers can use this cache again, so it stays where it was.
+        cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        defaults = {
+            "TORCHINDUCTOR_CACHE_DIR": str(cache),
             # The headers would be compiled anew in each server's folder, 10 s for each.
-            defaults["TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"] = "0"
+            "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
+        }
         return {**defaults, **self.command.environment, **own}
 
     @property

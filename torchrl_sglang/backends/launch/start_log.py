@@ -53,13 +53,13 @@ def find_remedy(log: str) -> str:
 
     Examples:
         >>> find_remedy("ValueError: Raise --mem-fraction-static above 0.121 (...")
-        'Memory is short: give mem_fraction_static more than 0.121, or end what else \
-uses the memory.'
+        'Memory is short: end what else uses the memory, or start the server with \
+mem_fraction_static more than 0.121.'
     """
     for pattern, what in _MEMORY:
         if found := re.search(pattern, log):
             return (
-                f"Memory is short: give {what.format(*found.groups())}, or end what "
-                f"else uses the memory."
+                f"Memory is short: end what else uses the memory, or start the server "
+                f"with {what.format(*found.groups())}."
             )
     return ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -10,10 +13,13 @@ from helpers.echo_engine import make_interpreter
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.launch import process
 from torchrl_sglang.backends.launch.launcher import start_servers
 from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.paths import absolute_paths
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.backends.launch.ports import find_free_port
+from torchrl_sglang.backends.launch.process import Command, ServerProcess, short_folder
+from torchrl_sglang.errors import ConfigurationError, ServerStartError
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 
@@ -110,3 +116,42 @@ def test_a_server_with_a_relative_path(folders, monkeypatch):
         assert "can hold another model" in told
         with AsyncSGLang.connect(server.url, model=str(here / "model")) as engine:
             assert engine.model_path == str(here / "model")
+
+
+SOCKETS = """
+import http.server, os, socket, sys, tempfile
+with socket.socket(socket.AF_UNIX) as made:
+    made.bind(os.path.join(tempfile.gettempdir(), "scheduler_input_ipc"))
+class Answer(http.server.SimpleHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+@pytest.mark.parametrize("length", [10, 60, 95, 200])
+def test_servers_can_make_sockets_wherever_temporary_files_are(
+    tmp_path, monkeypatch, length
+):
+    """A socket's path has at most 107 characters."""
+    usual = tmp_path / ("x" * length)
+    usual.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(usual))
+    port = find_free_port()
+    command = Command(
+        line=(sys.executable, "-c", SOCKETS, str(port)),
+        environment=dict(os.environ),
+        url=f"http://127.0.0.1:{port}",
+    )
+    with ServerProcess(command) as server:
+        server.wait_ready()
+        folder = server.log_path.parent
+        assert (folder / "scheduler_input_ipc").is_socket()
+    assert not folder.exists()
+
+
+def test_a_machine_without_a_short_folder_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "SHORT_FOLDERS", (str(tmp_path / "none"),))
+    with pytest.raises(ServerStartError, match="Set TMPDIR to a short path"):
+        short_folder("/" + 100 * "x")

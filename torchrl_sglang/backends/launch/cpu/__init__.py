@@ -108,9 +108,9 @@ def default_server_args() -> dict[str, object]:
         "disable_overlap_schedule": True,
         # Otherwise an idle scheduler polls on one core.
         "sleep_on_idle": True,
-        # SGLang counts what others allocate during its start as its own: with a small
-        # share, a trainer that loads its model meanwhile makes the start fail.
-        "mem_fraction_static": 0.3,
+        # SGLang compares the free memory after the start with this share of what was
+        # free before, and counts what others take meanwhile as its own.
+        "mem_fraction_static": 0.99,
         # Limits the KV cache, whatever the machine's memory: 32 times 2,048 tokens.
         "max_total_tokens": 65_536,
         # Constrained decoding is not used in rollouts, and its backends load slowly.
