@@ -139,7 +139,8 @@ def check_adapter(lora: Mapping[str, Any]) -> None:
             f"lora={dict(lora)!r} needs PEFT: {error}. Install it with "
             f"pip install peft."
         ) from error
-    check_keywords("lora", lora, LoraConfig)
+    meant = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    check_keywords("lora", lora, LoraConfig, meant)
     # PEFT finds it when the adapter is made.
     check_count("r of lora", lora.get("r", 8))
     try:

@@ -67,6 +67,13 @@ SERVER_ENVIRONMENT = {
 SECRETS = ("api_key", "admin_api_key")
 """Arguments that other users of the machine must not see."""
 
+OF_THE_ENGINE = (
+    *("num_replicas", "launcher", "cuda_devices", "start_timeout", "parallel_start"),
+    *("router_policy", "router_args", "max_in_flight", "max_attempts", "max_restarts"),
+    *("progress_timeout", "deterministic", "rollout_dtype", "weight_loader", "drafts"),
+)
+"""Arguments of ``AsyncSGLang.from_pretrained`` that are none of a server."""
+
 FIND_TIMEOUT_SECONDS = 60.0
 """Timeout for an interpreter to locate its sglang package; it takes 0.1 s."""
 
@@ -141,6 +148,8 @@ def make_server_command(
     if path:
         variables["PYTHONPATH"] = path
     check_names({**arguments, **secrets}, flags)
+    if to_python(arguments.get("enable_memory_saver")):
+        _check_memory_saver(program[0], variables)
     if device == "cuda":
         arguments |= graph_arguments(arguments, flags, gpu_memory())
     with ExitStack() as undo:
@@ -302,6 +311,32 @@ def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
     return list(map(Path, done.stdout.splitlines()))
 
 
+def _check_memory_saver(python: str, environment: Mapping[str, str]) -> None:
+    """Refuses servers that shall sleep and have no package for it."""
+    look = (
+        "import importlib.util as u; "
+        "raise SystemExit(3 if u.find_spec('torch_memory_saver') is None else 0)"
+    )
+    try:
+        done = subprocess.run(
+            [python, "-c", look],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=FIND_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        torchrl_logger.debug(f"{python} does not look for torch_memory_saver: {error}")
+        return
+    if done.returncode == 3:
+        raise ConfigurationError(
+            f"enable_memory_saver=True (which colocated=True sets) lets servers sleep, "
+            f"and {python} has no torch_memory_saver, a package for NVIDIA GPUs that "
+            f"comes with SGLang there. Install it beside sglang, or leave that out."
+        )
+
+
 def read_flags(package: Path) -> Mapping[str, ServerFlag]:
     """Returns the flags of the ``sglang`` package in a folder; none: not understood."""
     # Older versions define all of them in the first file, newer ones in the folder.
@@ -389,8 +424,10 @@ def check_names(arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]) -
         if not flags or name in flags or to_python(value) is False:
             continue
         # argparse would accept the beginning of a name.
-        near = nearest(name, [*flags, *ARGUMENTS])
+        near = nearest(name, [*OF_THE_ENGINE, *flags, *ARGUMENTS])
         hint = f"did you mean {near!r}?" if near else "see SGLang's own list."
+        if near == name:
+            hint = "give it to AsyncSGLang.from_pretrained()."
         raise ConfigurationError(
             f"{name!r} is not an argument of this SGLang's server; {hint}"
         )

@@ -186,13 +186,17 @@ def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
         if name in REFUSED or name in INERT:
             continue
         to = RENAMED.get(name, name)
-        if to in translated:
+        convert = CONVERTED.get(name)
+        meant = convert(value) if convert and value is not None else value
+        if to in translated and (type(meant), meant) != (
+            type(translated[to]),
+            translated[to],
+        ):
             raise ConfigurationError(
                 f"{origin[to]!r} and {name!r} both set SGLang's {to!r}; give one of "
                 f"them."
             )
-        convert = CONVERTED.get(name)
-        translated[to] = convert(value) if convert and value is not None else value
+        translated[to] = meant
         origin[to] = name
     return translated
 

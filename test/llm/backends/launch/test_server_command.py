@@ -1,16 +1,22 @@
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from helpers.memory_saver import write_saver_python
 
+from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.server_command import (
+    OF_THE_ENGINE,
     ServerFlag,
     check_names,
     find_flags,
+    make_server_command,
     parse_flags,
     read_flags,
     to_flags,
@@ -77,7 +83,8 @@ def test_translation(given, translated):
 @pytest.mark.parametrize(
     "given",
     [
-        {"tp_size": 2, "tensor_parallel_size": 2},
+        {"tp_size": 2, "tensor_parallel_size": 3},
+        {"tp_size": 1, "tensor_parallel_size": True},
         {"tensor_parallel_size": 2, "num_devices": 4},
         {"enable_prefix_caching": True, "disable_radix_cache": True},
     ],
@@ -267,6 +274,12 @@ FLAGS = parse_flags([NEW_FORM, OLD_FORM])
         # argparse would take these for the whole names.
         ("tp", "did you mean 'tp_size'?"),
         ("mod", "did you mean 'model_path'?"),
+        # Arguments of the engine, not of a server.
+        ("num_replica", "did you mean 'num_replicas'?"),
+        ("cuda_device", "did you mean 'cuda_devices'?"),
+        ("max_restart", "did you mean 'max_restarts'?"),
+        ("start_timout", "did you mean 'start_timeout'?"),
+        ("max_restarts", "give it to AsyncSGLang.from_pretrained()"),
         ("zzzzzz", "own list"),
     ],
 )
@@ -296,3 +309,37 @@ def test_what_is_no_name(name, flags):
 )
 def test_flags_of_a_known_server(arguments, line):
     assert to_flags(arguments, FLAGS) == line
+
+
+def test_arguments_of_the_engine_are_those_of_from_pretrained():
+    signature = inspect.signature(AsyncSGLang.from_pretrained).parameters
+    # A server has these, too.
+    shared = {"model", "tp_size", "dp_size", "device", "python", "api_key"}
+    shared |= {"admin_api_key", "timeout", "server_args"}
+    assert set(OF_THE_ENGINE) == set(signature) - shared
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_two_names_with_equal_values_are_one(size):
+    both = {"num_devices": size, "tensor_parallel_size": size}
+    assert translate_vllm_names(both) == {"tp_size": size}
+    with pytest.raises(ConfigurationError, match="both set SGLang's 'tp_size'"):
+        translate_vllm_names({**both, "num_devices": size + 1})
+
+
+def test_servers_that_shall_sleep_need_the_package_for_it(tiny_model_path, tmp_path):
+    with pytest.raises(ConfigurationError, match="no torch_memory_saver"):
+        make_server_command(tiny_model_path, device="cpu", enable_memory_saver=True)
+    made = make_server_command(
+        tiny_model_path,
+        device="cpu",
+        python=write_saver_python(tmp_path),
+        enable_memory_saver=True,
+    )
+    made.release()
+    assert "--enable-memory-saver" in made.line
+
+
+def test_numpy_values_of_arguments(tiny_model_path):
+    flags = to_flags({"tp_size": np.int64(2), "cuda_graph_bs": [np.int32(1), 2]}, {})
+    assert flags == ["--tp-size", "2", "--cuda-graph-bs", "1", "2"]
