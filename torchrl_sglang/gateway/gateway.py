@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -38,6 +39,7 @@ from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import check_count, check_seconds
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import is_loopback
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
 from torchrl_sglang.types import LogProbsMode
@@ -192,6 +194,11 @@ class Gateway(Responder):
         path: str | Path | None = None,
         recorder: RunRecorder | None = None,
     ) -> None:
+        if isinstance(engine, (str, os.PathLike)):
+            raise ConfigurationError(
+                f"engine={hide_passwords(str(engine))!r} is not an engine; give "
+                f"AsyncSGLang.connect(URL), or AsyncSGLang.from_pretrained(MODEL)."
+            )
         self._addresses = ProcessAddresses(
             host=host,
             port=port,

@@ -109,14 +109,14 @@ class GenerateRequest:
     )
     """Called with all tokens of the response so far, every few tokens, in the thread of
     the engine's event loop; never where a server cannot tell. A response that has to
-    begin anew may have other tokens the second time."""
+    begin anew may have other tokens the second time. What it raises ends the call."""
     slot: RequestSlot | None = field(default=None, compare=False, repr=False)
     """Waited for before the request is sent, and released at its end."""
 
     def __post_init__(self) -> None:
         check_mapping("sampling_params", self.sampling_params)
         for name in ("return_logprobs", "return_prompt_logprobs"):
-            check_flag(name, getattr(self, name))
+            object.__setattr__(self, name, check_flag(name, getattr(self, name)))
         check_logprobs_mode(self.logprobs_mode)
         object.__setattr__(self, "token_columns", find_columns(self.token_columns))
         for name in ("request_id", "session_id"):
@@ -156,6 +156,18 @@ class Batch:
 
 
 _CALL_OPTIONS = {each.name for each in fields(Batch)} - {"requests"}
+VLLM_ARGUMENTS = {
+    "prompt_token_ids": "give input_ids.",
+    "lora_request": "give adapter='NAME', the name of engine.load_adapter().",
+    "prompt_adapter_request": "SGLang has no prompt adapters; leave it out.",
+    "guided_options_request": "give json_schema, regex or ebnf.",
+    "use_tqdm": "no progress is shown; leave it out.",
+    "timeout_seconds": "give timeout, in seconds.",
+    "actor_index": "the engine chooses the server; leave it out, or give session_ids, "
+    "which keep requests of a session on one server.",
+}
+"""Argument of ``generate`` of vLLM, or of TorchRL's ``AsyncVLLM`` -> what to do."""
+
 _PER_PROMPT = {
     # argument of generate(), for all prompts or one for each: field of the request
     "return_logprobs": "return_logprobs",
@@ -190,6 +202,10 @@ def to_batch(
     }
     sampling = {name: options[name] for name in options.keys() - known}
     for name in sampling.keys() - {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}:
+        if name in VLLM_ARGUMENTS:
+            raise ConfigurationError(
+                f"{name!r} of vLLM is no argument of generate(): {VLLM_ARGUMENTS[name]}"
+            )
         raise ConfigurationError(
             f"{name!r} is neither an argument of generate() nor a sampling "
             f"parameter.{hint(name, sorted(known))}"
@@ -228,23 +244,52 @@ def _to_token_ids(
             "Cannot provide both prompts and input_ids; give one of them."
         )
     if prompts is not None:
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        for index, text in enumerate(texts):
-            if not isinstance(text, str):
-                raise ConfigurationError(
-                    f"Prompt {index} of the batch is a {type(text).__name__}; "
-                    f"prompts are strings, and token ids go to input_ids."
-                )
-        return list(get_tokenizer()(texts)["input_ids"]) if texts else []
+        single = isinstance(prompts, (str, Mapping))
+        return _read_prompts([prompts] if single else list(prompts), get_tokenizer)
     ids: Any = _to_list(input_ids)
     if not isinstance(ids, (list, tuple)):
         raise ConfigurationError(
             f"input_ids is a {type(input_ids).__name__}; give the token ids of one "
             f"prompt as a list of integers, or a list of such lists."
         )
+    ids = to_python(ids)
     if ids and isinstance(ids[0], int):
         return [ids]
-    return [_to_list(prompt) for prompt in ids]
+    return [to_python(_to_list(prompt)) for prompt in ids]
+
+
+def _read_prompts(
+    prompts: Sequence[Any], get_tokenizer: Callable[[], Any]
+) -> list[Sequence[int]]:
+    """Returns the token ids of texts, and of vLLM's mappings with one or with ids."""
+    read = [_read_prompt(index, prompt) for index, prompt in enumerate(prompts)]
+    texts = [prompt for prompt in read if isinstance(prompt, str)]
+    encoded = iter(get_tokenizer()(texts)["input_ids"] if texts else ())
+    return [next(encoded) if isinstance(each, str) else each for each in read]
+
+
+def _read_prompt(index: int, prompt: Any) -> str | Sequence[int]:
+    """Returns a text, or the token ids that vLLM's mapping has."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Mapping):
+        raise ConfigurationError(
+            f"Prompt {index} of the batch is a {type(prompt).__name__}; prompts are "
+            f"strings, and token ids go to input_ids."
+        )
+    known = ("prompt", "prompt_token_ids")
+    others = {name for name, value in prompt.items() if value is not None} - {*known}
+    text, ids = (prompt.get(name) for name in known)
+    if not others and ids is not None:
+        read: Sequence[int] = to_python(_to_list(ids))
+        return read
+    if not others and isinstance(text, str):
+        return text
+    raise ConfigurationError(
+        f"Prompt {index} of the batch is a mapping with {sorted(map(str, prompt))}; of "
+        f"vLLM's forms, {{'prompt': text}} and {{'prompt_token_ids': ids}} are read. "
+        f"Messages of a chat go to SGLangWrapper, or to engine.chat_completion()."
+    )
 
 
 def _to_list(value: Any) -> Any:

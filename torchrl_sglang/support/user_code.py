@@ -18,6 +18,14 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class UserCodeError(Exception):
+    """Carries what a function of the user raised past handlers of other errors."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(repr(error))
+        self.error = error
+
+
 class CallTimeoutError(TimeoutError):
     """A call took too long; the function that was called raised nothing."""
 
@@ -60,6 +68,16 @@ def user_code() -> Iterator[None]:
         raise RuntimeError("It raised KeyboardInterrupt.") from error
     except BaseException as error:
         raise RuntimeError(f"It raised {describe(error)}.") from error
+
+
+@contextmanager
+def carried_errors() -> Iterator[None]:
+    """Turns what user code raises into :class:`UserCodeError`, which carries it."""
+    try:
+        with user_code():
+            yield
+    except Exception as error:
+        raise UserCodeError(error) from error
 
 
 async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -> T:

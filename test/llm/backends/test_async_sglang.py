@@ -12,8 +12,10 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -24,12 +26,14 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.errors import (
     ConfigurationError,
+    GenerationAbortedError,
     RequestRefusedError,
     ServerTimeoutError,
     ServerUnavailableError,
     UnsupportedByServerError,
     WeightSyncStateError,
 )
+from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.support.event_loop import run_sync, submit
 
@@ -179,6 +183,8 @@ def test_texts_are_tokenised_here(engine, tokenizer):
         [torch.tensor([5, 6])],
         np.array([5, 6]),
         [np.array([5, 6])],
+        [np.int64(5), np.int64(6)],
+        [[np.int64(5), 6]],
     ],
     ids=repr,
 )
@@ -186,6 +192,118 @@ def test_forms_of_token_ids(fake_engine, fake, ids):
     (answer,) = fake_engine.generate(input_ids=ids, sampling_params=FOUR)
     assert answer.token_ids == [5, 6, 5, 6]
     assert fake.payloads()[-1]["input_ids"] == [[5, 6]]
+
+
+ENTRIES = {
+    "generate": lambda engine, prompts: engine.generate(prompts, FOUR),
+    "agenerate": lambda engine, prompts: asyncio.run(engine.agenerate(prompts, FOUR)),
+    "generate_iter": lambda engine, prompts: [
+        answer for _, answer in sorted(engine.generate_iter(prompts, FOUR))
+    ],
+}
+EVERY_ENTRY = pytest.mark.parametrize("entry", ENTRIES)
+
+
+@EVERY_ENTRY
+@pytest.mark.parametrize(
+    "ids", [[5, 6], (5, 6), np.array([5, 6]), [np.int64(5), 6], torch.tensor([5, 6])]
+)
+def test_prompts_of_vllm_are_read(fake_engine, fake, tokenizer, entry, ids):
+    ask, text = partial(ENTRIES[entry], fake_engine), "Hi"
+    hi = tokenizer(text)["input_ids"]
+    for prompts, sent in (
+        ({"prompt_token_ids": ids}, [[5, 6]]),
+        ({"prompt": text}, [hi]),
+        # vLLM's mapping of ids may say their text.
+        ({"prompt_token_ids": ids, "prompt": text}, [[5, 6]]),
+        ([{"prompt": text}, {"prompt_token_ids": ids}, text], [hi, [5, 6], hi]),
+    ):
+        count = len(fake.payloads())
+        assert len(ask(prompts)) == len(sent)
+        found = [each["input_ids"][0] for each in fake.payloads()[count:]]
+        assert sorted(found) == sorted(sent)
+
+
+@EVERY_ENTRY
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"role": "user", "content": "Hi"},
+        {"prompt_embeds": [1.0]},
+        {"prompt": "Hi", "multi_modal_data": {"image": 1}},
+        {"prompt": 5},
+        {"prompt_token_ids": 5},
+        {"prompt_token_ids": ["Hi"]},
+        {},
+        MappingProxyType({"text": "Hi"}),
+    ],
+)
+def test_other_mappings_are_refused(fake_engine, fake, entry, prompt):
+    for prompts in (prompt, ["Hi", prompt]):
+        with pytest.raises(ConfigurationError, match="Prompt [01] of the batch"):
+            ENTRIES[entry](fake_engine, prompts)
+    assert not fake.payloads()
+
+
+@EVERY_ENTRY
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("prompt_token_ids", "give input_ids"),
+        ("lora_request", "give adapter"),
+        ("use_tqdm", "leave it out"),
+        ("actor_index", "chooses the server"),
+        ("timeout_seconds", "give timeout"),
+    ],
+)
+def test_arguments_of_vllm_are_refused_with_ours(fake_engine, entry, name, words):
+    call = partial(getattr(fake_engine, entry), "Hi", **{name: 1, "max_new_tokens": 1})
+    run = (lambda: asyncio.run(call())) if entry == "agenerate" else lambda: [*call()]
+    with pytest.raises(ConfigurationError, match=f"'{name}' of vLLM.*{words}"):
+        run()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("mine"),
+        OSError("mine"),
+        TimeoutError("mine"),
+        RuntimeError("mine"),
+        ServerUnavailableError("mine", transient=True),
+        RequestRefusedError("mine"),
+        GenerationAbortedError("mine"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("return_exceptions", [True, False])
+def test_what_on_tokens_raises_is_no_fault_of_a_server(
+    fake_engine, fake, error, return_exceptions
+):
+    def on_tokens(ids):
+        raise error
+
+    request = GenerateRequest(
+        input_ids=[5, 6, 7],
+        sampling_params={"max_new_tokens": 600, "ignore_eos": True},
+        on_tokens=on_tokens,
+    )
+    with pytest.raises(type(error)) as caught:
+        fake_engine.generate_requests(
+            [request], timeout=20, return_exceptions=return_exceptions
+        )
+    assert (type(caught.value), str(caught.value)) == (type(error), "mine")
+    assert len(fake.payloads()) == 1
+    assert fake_engine.stats().servers[0].state == "serving"
+    # The server has nothing more to compute.
+    fake.wait_for("/abort_request")
+
+
+def test_an_address_of_openais_protocol_is_refused_with_the_right_one(fake):
+    wrong = f"{fake.url}/v1"
+    for arguments in ({"url": wrong}, {"urls": [f"{wrong}/"]}, {"router_url": wrong}):
+        with pytest.raises(ServerUnavailableError, match="Leave the /v1 out"):
+            AsyncSGLang.connect(**arguments)
 
 
 def test_versions_and_the_prefix_cache(engine):

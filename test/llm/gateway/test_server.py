@@ -134,6 +134,8 @@ def test_a_path_opens_its_session_on_this_machine_only(gateway, session, fake_en
         assert post(session, key="mine").status_code == 200
     with pytest.raises(ConfigurationError, match=r"host='0.0.0.0'.*api_key"):
         Gateway(fake_engine, host="0.0.0.0")
+    with pytest.raises(ConfigurationError, match=r"AsyncSGLang\.connect\(URL\)"):
+        Gateway(fake_engine.server_url)
 
 
 def test_a_key_names_its_session(gateway, session):

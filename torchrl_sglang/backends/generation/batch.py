@@ -45,6 +45,7 @@ from torchrl_sglang.requests.request import (
     cut_by_context,
 )
 from torchrl_sglang.requests.sampling import counts_tokens, is_resumable
+from torchrl_sglang.support.user_code import UserCodeError
 from torchrl_sglang.types import Completion
 
 DEATH_GRACE_SECONDS = 2.0
@@ -222,6 +223,8 @@ def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:
         )
     try:
         outcome = task.result()
+    except UserCodeError as error:
+        raise error.error from error.error.__cause__
     except SGLangError as error:
         outcome = error
     if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):

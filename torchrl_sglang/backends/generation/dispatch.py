@@ -41,6 +41,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
 from torchrl_sglang.requests.sampling import dropped_by_router
+from torchrl_sglang.support.user_code import carried_errors
 from torchrl_sglang.telemetry.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
@@ -283,7 +284,8 @@ class Dispatcher:
             if (now := time.monotonic()) - told >= TOLD_SECONDS:
                 told = now
                 if (ids := decode_tokens(event)) is not None:
-                    request.on_tokens(ids)
+                    with carried_errors():
+                        request.on_tokens(ids)
 
         try:
             await self.http.stream(
