@@ -76,7 +76,9 @@ class Request:
     keep: bool = False
     """Keep the answer, so that clients may ask for it and go on from it."""
     name: str = ""
-    """Name of the answer in its session, if it is kept."""
+    """Name of the answer in its session."""
+    digest: str = ""
+    """What equal requests share."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What the answer says of the request, as JSON."""
     ignored: tuple[str, ...] = ()

@@ -256,6 +256,8 @@ def _to_turn(number: int, prompt: Prompt, reply: PolicyReply, request: Request) 
         user=request.user,
         metadata=request.metadata,
         request_id=request.request_id,
-        name=request.name,
-        about=request.about if request.name else {},
+        name=request.name if request.keep else "",
+        answer_name=request.name,
+        request_digest=request.digest,
+        about=request.about if request.keep else {},
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 KEPT = 256
 """Most requests of a session that a repetition is expected of."""
@@ -20,20 +21,62 @@ LOST = 8
 KEPT_SECONDS = 600.0
 """Time that an answer is kept for a repetition of its request."""
 
+ATTEMPT_HEADERS = {"x-stainless-retry-count": 0, "x-envoy-attempt-count": 1}
+"""Header that counts the attempts of a client, or of a proxy -> value of the first."""
+
+Attempt: TypeAlias = tuple[int, ...]
+"""Number of repetitions by each of :data:`ATTEMPT_HEADERS`; later attempts are greater.
+"""
+
+
+FIRST: Attempt = (0,) * len(ATTEMPT_HEADERS)
+"""An attempt that repeats none."""
+
+
+def attempt_of(headers: Mapping[str, str]) -> Attempt:
+    """Returns the number of repetitions before a request."""
+    return tuple(
+        max(int(value) - first, 0) if re.fullmatch("[0-9]{1,9}", value) else 0
+        for name, first in ATTEMPT_HEADERS.items()
+        for value in [headers.get(name, "")]
+    )
+
+
+def digest_of(headers: Mapping[str, str], content: bytes) -> str:
+    """Returns what equal requests share.
+
+    Args:
+        headers: of the request.
+        content: of the request, its path included.
+    """
+    key = headers.get("Idempotency-Key", "").encode(errors="replace")
+    return hashlib.sha256(key + b"\0" + content).hexdigest()
+
 
 @dataclass(eq=False, slots=True)
 class Answer:
     """An answer that is computed, or has been."""
 
-    task: asyncio.Task[Any]
+    task: asyncio.Future[Any]
     request_id: str = ""
     """Name of the first request for it."""
     info: Any = None
-    """Facts about it that all requests for it are told."""
+    """Facts about it that are the same for all requests for it."""
+    attempt: Attempt = FIRST
+    """Latest attempt of its request."""
     waiting: int = 0
     """Requests that wait for the answer, or receive it."""
+    latest: object = None
+    """Identifies the latest request for the answer."""
     delivered: bool = False
-    """Whether a request has received the answer."""
+    """Whether the latest request has received the answer."""
+
+    @classmethod
+    def recorded(cls, result: Any, *, request_id: str, info: Any) -> Answer:
+        """Returns an answer that was delivered, as far as is known."""
+        task = asyncio.get_running_loop().create_future()
+        task.set_result(result)
+        return cls(task, request_id, info, delivered=True)
 
     def __await__(self) -> Any:
         return asyncio.shield(self.task).__await__()
@@ -52,61 +95,90 @@ class Answer:
     @property
     def is_usable(self) -> bool:
         """Whether the answer has been computed, or may yet be."""
-        return self.is_complete or not (self.task.done() or self.task.cancelling())
+        task = self.task
+        ends = isinstance(task, asyncio.Task) and bool(task.cancelling())
+        return self.is_complete or not (task.done() or ends)
 
 
 @dataclass(eq=False, slots=True)
-class _RepeatedRequest:
+class _EqualRequests:
     """Requests with the same content."""
 
-    answers: list[Answer] = field(default_factory=list)
-    """Answers to these requests, computed or lost."""
-    asked: int = 0
-    """Requests that repeat no other."""
-    failures: int = 0
-    """Requests without an answer, which may be repeated yet."""
+    answers: list[Answer]
+    """Answers to these requests: computed, delivered or lost."""
+    number: int
+    """Number of the requests, without repetitions."""
+    failures: list[Attempt] = field(default_factory=list)
+    """Latest attempts of requests without an answer."""
     latest: float = field(default_factory=time.monotonic)
     """Monotonic time of the latest request."""
 
-    def repeated(self) -> Answer | None:
-        """Returns the answer to the request that another one repeats.
+    def find(
+        self, attempt: Attempt, is_continued: Callable[[Any], bool]
+    ) -> Answer | None:
+        """Returns the answer to the request that an attempt repeats.
 
-        ``None`` if it has none. Where others have the same content, only one whose
-        delivery failed can be it, and each answer is given to one repetition.
+        ``None`` for the first attempt of a request, or if the request has no answer.
+        An attempt repeats an earlier one: whose delivery failed, or else which has
+        failed, or else the only one. A client that goes on from an answer has it.
         """
-        for answer in self.answers:
+        earlier = [each for each in self.answers if each.attempt < attempt]
+        for answer in earlier:
             if answer.is_lost:
                 return answer
-        if self.failures:
-            self.failures -= 1
-        elif self.asked == len(self.answers) == 1:
-            (answer,) = self.answers
-            return answer if answer.is_usable and answer.waiting == 1 else None
+        for failure in self.failures:
+            if failure < attempt:
+                self.failures.remove(failure)
+                return None
+        if self.number == len(self.answers) == len(earlier) == 1:
+            (answer,) = earlier
+            is_seen = answer.is_complete and is_continued(answer.task.result())
+            if answer.is_usable and not is_seen:
+                return answer
+        self.number += 1
         return None
+
+    def settle(self, answer: Answer, withdraw: Callable[[Any], None]) -> None:
+        """Withdraws or forgets an answer when no request waits for it any more."""
+        if answer.waiting:
+            return
+        if answer.is_lost:
+            withdraw(answer.task.result())
+            lost = [each for each in self.answers if each.is_lost]
+            if len(lost) > LOST:
+                self.answers.remove(lost[0])
+        elif not answer.is_complete:
+            answer.task.cancel()
+            self.answers.remove(answer)
+            self.failures = [*self.failures, answer.attempt][-LOST:]
 
 
 class Answers:
     """The answers of one session. Used from one event loop only.
 
-    A repeated request is one that the client says to be a repetition: with the header
-    ``x-stainless-retry-count``, which the clients of OpenAI and Anthropic send, or with
-    an ``Idempotency-Key`` that another request had. The same request without these asks
+    A request with one of :data:`ATTEMPT_HEADERS` may be a repetition, and one with an
+    ``Idempotency-Key`` that another request had is. An equal request without these is
     for another response.
+
+    A client that repeats a request has not seen the answer, whatever its connection
+    has taken: only the latest attempt counts.
     """
 
     def __init__(self) -> None:
-        self._entries: OrderedDict[bytes, _RepeatedRequest] = OrderedDict()
+        self._entries: OrderedDict[str, _EqualRequests] = OrderedDict()
 
     @asynccontextmanager
     async def to(
         self,
         headers: Mapping[str, str],
-        content: bytes,
+        digest: str,
         compute: Callable[[], Awaitable[Any]],
         *,
         keep: Callable[[Any], Awaitable[None]],
         withdraw: Callable[[Any], None],
         received: Callable[[Any], None] | None = None,
+        recorded: Callable[[], list[Answer]] = list,
+        is_continued: Callable[[Any], bool] = lambda result: False,
         request_id: str = "",
         info: Any = None,
     ) -> AsyncIterator[Answer]:
@@ -116,18 +188,23 @@ class Answers:
 
         Args:
             headers: of the request.
-            content: of the request, its path included.
+            digest: of the request, see :func:`digest_of`.
             compute: makes an answer, and keeps it.
             keep: keeps one that was withdrawn.
             withdraw: of an answer that nobody has received.
-            received: is told of an answer that a client has received, each time.
+            received: called with an answer that a client has received, each time.
+            recorded: returns earlier answers to equal requests, those of a gateway that
+                ended included.
+            is_continued: returns whether a conversation goes on from an answer.
             request_id: names the request, and the answer if it is the first one for it.
             info: facts about the answer, which are those of the first request for it.
         """
-        named = headers.get("Idempotency-Key", "")
-        entry = self._entry(named.encode(errors="replace") + b"\0" + content)
-        repeats = headers.get("x-stainless-retry-count", "0") != "0"
-        answer = _known(entry, repeats=repeats, named=bool(named))
+        entry, attempt = self._entry(digest, recorded), attempt_of(headers)
+        if headers.get("Idempotency-Key"):
+            usable = (each for each in entry.answers if each.is_usable)
+            answer = next(usable, None)
+        else:
+            answer = entry.find(attempt, is_continued)
         if answer is None or answer.is_lost:
             if answer is not None:
                 entry.answers.remove(answer)
@@ -136,60 +213,33 @@ class Answers:
             answer = Answer(asyncio.ensure_future(_call(compute)), request_id, info)
             entry.answers.append(answer)
         answer.waiting += 1
+        answer.delivered, answer.latest = False, (latest := object())
+        answer.attempt = attempt
         try:
             yield answer
-            answer.delivered = answer.is_complete
-            if received is not None and answer.delivered:
-                received(answer.task.result())
+            if answer.is_complete and answer.latest is latest:
+                answer.delivered = True
+                if received is not None:
+                    received(answer.task.result())
         finally:
             answer.waiting -= 1
-            entry.failures += not answer.is_complete
-            _settle(entry, answer, withdraw, named=bool(named))
+            entry.settle(answer, withdraw)
 
-    def _entry(self, content: bytes) -> _RepeatedRequest:
-        now, name = time.monotonic(), hashlib.sha256(content).digest()
-        entry = self._entries.setdefault(name, _RepeatedRequest())
+    def _entry(
+        self, digest: str, recorded: Callable[[], list[Answer]]
+    ) -> _EqualRequests:
+        """Returns the requests with a digest; those of long ago are forgotten."""
+        now = time.monotonic()
+        if (entry := self._entries.get(digest)) is None:
+            answers = recorded()
+            entry = self._entries[digest] = _EqualRequests(answers, len(answers))
         entry.latest = now
-        self._entries.move_to_end(name)
+        self._entries.move_to_end(digest)
         while len(self._entries) > KEPT or (
             next(iter(self._entries.values())).latest < now - KEPT_SECONDS
         ):
             self._entries.popitem(last=False)
         return entry
-
-
-def _known(entry: _RepeatedRequest, *, repeats: bool, named: bool) -> Answer | None:
-    if named:
-        return next((each for each in entry.answers if each.is_usable), None)
-    if repeats:
-        return entry.repeated()
-    entry.asked += 1
-    return None
-
-
-def _settle(
-    entry: _RepeatedRequest,
-    answer: Answer,
-    withdraw: Callable[[Any], None],
-    *,
-    named: bool,
-) -> None:
-    """Keeps or forgets an answer when a request that had it has ended."""
-    if answer.waiting:
-        return
-    if answer.is_lost:
-        withdraw(answer.task.result())
-        lost = [each for each in entry.answers if each.is_lost]
-        if len(lost) > LOST:
-            entry.answers.remove(lost[0])
-        return
-    if answer.is_complete and named:
-        return
-    answer.task.cancel()
-    if answer in entry.answers:
-        entry.answers.remove(answer)
-    if not entry.answers and not entry.failures:
-        entry.asked = 0
 
 
 async def _call(compute: Callable[[], Awaitable[Any]]) -> Any:

@@ -387,6 +387,18 @@ class Session:
         self._answers.pop(turn.name, None)
         turn.name = ""
 
+    def answers_to(self, digest: str) -> list[list[Turn]]:
+        """Returns the turns of each answer to requests with a digest."""
+        answers: dict[str, list[Turn]] = {}
+        for turn in self.turns:
+            if turn.request_digest == digest:
+                answers.setdefault(turn.answer_name, []).append(turn)
+        return list(answers.values())
+
+    def is_continued(self, turns: Sequence[Turn]) -> bool:
+        """Returns whether another turn goes on from one of these."""
+        return any(turn.prompt.origin in turns for turn in self.turns)
+
     def __contains__(self, turn: Turn) -> bool:
         index = bisect_left(self.turns, turn.number, key=_number)
         return any(each is turn for each in self.turns[index : index + 1])

@@ -60,7 +60,10 @@ _BLOBS = ("token_ids", "log_probs")
 _Change: TypeAlias = Sequence[tuple[str, tuple[Any, ...]]]
 """Statements that are executed together, with their values."""
 
-_REQUEST = ("model", "user", "metadata", "request_id")
+_REQUEST = (
+    *("model", "user", "metadata", "request_id"),
+    *("answer_name", "request_digest"),
+)
 """What a turn keeps of its request, beside the prompt."""
 
 _COLUMNS = ("columns", "prompt_columns")

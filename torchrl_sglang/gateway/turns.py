@@ -140,6 +140,10 @@ class Turn:
     """Seconds since the epoch."""
     name: str = ""
     """Name of the answer, by which clients may ask for it and go on from it, if any."""
+    answer_name: str = ""
+    """Name of the answer, which other turns of the same request share."""
+    request_digest: str = ""
+    """What equal requests share; a repetition of the request has it, too."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What that answer says of its request, as JSON."""
 

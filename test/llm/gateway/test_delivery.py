@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import time
+from urllib.parse import urlsplit
 
 import openai
 import pytest
+from helpers.collecting import wait_until
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.errors import GatewayError
@@ -155,3 +159,71 @@ def test_a_limit_of_tokens_where_the_default_has_none(fake_engine):
             model="p", messages=[user("hi")], modalities=["text"]
         )
         assert session.num_tokens == 5
+
+
+SAID = {"messages": [user("hi")], "max_tokens": 4}
+REQUESTS = {
+    "/v1/chat/completions": {**SAID, "n": 2},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": SAID,
+}
+
+
+def post(session, path, body, attempt):
+    """Returns the connection of a request, whose answer is to be read."""
+    place = urlsplit(session.url)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    headers = {"x-api-key": session.key, "x-stainless-retry-count": str(attempt)}
+    content = json.dumps({"model": "p", **body})
+    connection.request("POST", place.path + path, content, headers)
+    return connection
+
+
+def read(connection) -> bytes:
+    answer = connection.getresponse()
+    content = answer.read()
+    connection.close()
+    assert answer.status == 200, content
+    return content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", REQUESTS)
+def test_a_client_that_repeats_a_request_gets_the_answer_that_it_did_not_read(
+    fake_engine, tmp_path, path, stream
+):
+    """The first one stays in its connection's buffers; also after the gateway ends."""
+    body = {**REQUESTS[path], "stream": stream}
+    number = body.get("n", 1)
+    file = tmp_path / "sessions.sqlite"
+    with Gateway(fake_engine, path=file) as gateway:
+        session = gateway.session("a")
+        unread = post(session, path, body, 0)
+        wait_until(lambda: len(session.turns) == number and not session.generating)
+        gateway.set_reward(session, 0.5, turn=0)
+        contents = [read(post(session, path, body, attempt)) for attempt in (1, 2)]
+        known = numbers(session)
+        unread.close()
+    with Gateway(fake_engine, path=file) as gateway:
+        session = gateway.session("a")
+        contents.append(read(post(session, path, body, 1)))
+        assert numbers(session) == known == list(range(number))
+        assert session.turns[0].reward == 0.5
+        # An equal request is not a repetition, and two of them are ambiguous.
+        other = read(post(session, path, body, 0))
+        assert len(session.turns) == 2 * number
+    texts = [turn.answer_name.encode() for turn in session.turns]
+    assert all(texts[0] in content for content in contents)
+    assert texts[0] not in other
+
+
+def test_a_repetition_after_the_conversation_went_on_is_another_request(fake_engine):
+    with Gateway(fake_engine) as gateway:
+        session = gateway.session()
+        first = json.loads(read(post(session, "/v1/chat/completions", SAID, 0)))
+        reply = first["choices"][0]["message"]
+        going_on = {**SAID, "messages": [*SAID["messages"], reply, user("more")]}
+        read(post(session, "/v1/chat/completions", going_on, 0))
+        read(post(session, "/v1/chat/completions", SAID, 1))
+        assert [turn.prompt.parent for turn in session.turns] == [None, 0, None]

@@ -7,9 +7,22 @@ import asyncio
 import pytest
 
 from torchrl_sglang.gateway import retries
-from torchrl_sglang.gateway.retries import KEPT, LOST, Answers
+from torchrl_sglang.gateway.retries import (
+    FIRST,
+    KEPT,
+    LOST,
+    Answer,
+    Answers,
+    attempt_of,
+    digest_of,
+)
 
-RETRY = {"x-stainless-retry-count": "1"}
+
+def retry(count: int) -> dict[str, str]:
+    return {"x-stainless-retry-count": str(count)}
+
+
+RETRY = retry(1)
 NAMED = {"Idempotency-Key": "a"}
 
 
@@ -20,6 +33,8 @@ class Work:
         self.answers = Answers()
         self.begun: list[asyncio.Future[int]] = []
         self.kept: list[int] = []
+        self.continued: set[int] = set()
+        self.recorded: list[int] = []
         self.hangs = asyncio.Event()
 
     async def compute(self):
@@ -34,10 +49,15 @@ class Work:
     async def receive(self, headers, content, fails):
         async with self.answers.to(
             headers,
-            content,
+            digest_of(headers, content),
             self.compute,
             keep=self.keep,
             withdraw=self.kept.remove,
+            recorded=lambda: [
+                Answer.recorded(number, request_id="", info=None)
+                for number in self.recorded
+            ],
+            is_continued=self.continued.__contains__,
         ) as answer:
             found = await answer
             if fails:
@@ -90,14 +110,103 @@ async def test_a_retry_gets_what_was_not_delivered_and_once(work):
     assert len(work.begun) == 2
 
 
-@shows
-async def test_a_retry_gets_nothing_that_was_delivered(work):
+async def deliver(work, number):
     first = await work.ask()
+    work.begun[-1].set_result(number)
+    assert await first == number
+
+
+@shows
+async def test_a_repeated_request_gets_what_only_its_connection_has_taken(work):
+    await deliver(work, 7)
+    for count in (1, 2, 3):
+        assert await (await work.ask(retry(count))) == 7
+    assert (len(work.begun), work.kept) == (1, [7])
+
+
+@shows
+async def test_what_the_latest_attempt_has_not_received_is_withdrawn(work):
+    """The first attempt may even end later: its client has given it up."""
+    first, again = await work.ask(), await work.ask(RETRY, fails=True)
     work.begun[0].set_result(7)
-    assert await first == 7
+    with pytest.raises(ConnectionResetError):
+        await again
+    assert (await first, work.kept) == (7, [])
+    assert await (await work.ask(retry(2))) == 7
+    with pytest.raises(ConnectionResetError):
+        await (await work.ask(retry(3), fails=True))
+    assert (len(work.begun), work.kept) == (1, [])
+
+
+@shows
+async def test_a_retry_gets_nothing_that_a_conversation_goes_on_from(work):
+    await deliver(work, 7)
+    work.continued.add(7)
+    await work.ask(RETRY)
+    assert (len(work.begun), work.kept) == (2, [7])
+
+
+@shows
+async def test_a_retry_gets_nothing_where_several_requests_were_answered(work):
+    await deliver(work, 7)
+    await deliver(work, 8)
+    await work.ask(RETRY)
+    assert (len(work.begun), work.kept) == (3, [7, 8])
+
+
+@pytest.mark.parametrize(("headers", "begun"), [(RETRY, 0), (NAMED, 0), ({}, 1)])
+def test_an_answer_of_a_gateway_that_ended_is_given_again(headers, begun):
+    async def test(work):
+        work.recorded.append(7)
+        task = await work.ask(headers)
+        assert len(work.begun) == begun
+        assert begun or await task == 7
+
+    shows(test)()
+
+
+@shows
+async def test_a_retry_whose_first_attempt_never_came_is_repeated_itself(work):
+    first = await work.ask(RETRY)
+    work.begun[0].set_result(7)
+    assert await first == await (await work.ask(retry(2))) == 7
     await work.ask(RETRY)
     assert len(work.begun) == 2
-    assert work.kept == [7]
+
+
+@shows
+async def test_a_request_anew_after_all_attempts_is_what_is_repeated(work):
+    for count in (0, 1, 2):
+        (await work.ask(retry(count))).cancel()
+    await deliver(work, 7)
+    work.kept.remove(7)
+    await work.ask(RETRY)
+    assert len(work.begun) == 5
+
+
+@shows
+async def test_a_retry_after_one_of_two_attempts_hung_up_gets_the_answer(work):
+    first, again = await work.ask(), await work.ask(RETRY)
+    first.cancel()
+    await asyncio.wait([first])
+    work.begun[0].set_result(7)
+    assert await again == await (await work.ask(retry(2))) == 7
+
+
+@pytest.mark.parametrize(
+    ("headers", "greater"),
+    [
+        ({}, False),
+        ({"x-stainless-retry-count": "0"}, False),
+        ({"x-stainless-retry-count": "false"}, False),
+        ({"x-envoy-attempt-count": "1"}, False),
+        ({"x-envoy-attempt-count": "2"}, True),
+        ({"x-stainless-retry-count": "10", "x-envoy-attempt-count": "1"}, True),
+    ],
+)
+def test_attempts_are_counted_by_clients_and_proxies(headers, greater):
+    assert (attempt_of(headers) > FIRST) is greater
+    assert attempt_of({**headers, **retry(11)}) > attempt_of(headers)
 
 
 @shows

@@ -25,7 +25,12 @@ from torchrl_sglang.gateway.dialects.base import (
 )
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.request import Request
-from torchrl_sglang.gateway.retries import Answers
+from torchrl_sglang.gateway.retries import (
+    KEPT_SECONDS,
+    Answer,
+    Answers,
+    digest_of,
+)
 from torchrl_sglang.gateway.routes.access import Access
 from torchrl_sglang.gateway.routes.content import (
     NOT_FOUND,
@@ -169,25 +174,28 @@ class SessionRoutes:
     ) -> web.StreamResponse:
         """Answers with responses, whole or as a stream."""
         session = self.access.session(request)
-        content = await request.read()
         parsed = await self._read(endpoint, request, session)
+        content = request.path.encode() + await request.read()
+        digest = digest_of(request.headers, content)
         assert endpoint.write is not None
         info = AnswerInfo(
             name=secrets.token_hex(12),
             created=int(time.time()),
             token_text=self._gateway.token_text,
         )
-        parsed = replace(parsed, request_id=_request_id(request, info))
-        if parsed.keep:
-            about = {**parsed.about, "created_at": info.created}
-            parsed = replace(parsed, name=info.name, about=about)
-
+        parsed = replace(
+            parsed,
+            request_id=_request_id(request, info),
+            name=info.name,
+            digest=digest,
+            about={**parsed.about, "created_at": info.created},
+        )
         answers = self._answers.setdefault(session, Answers())
         progress = Progress() if parsed.stream else None
         try:
             async with answers.to(
                 request.headers,
-                request.path.encode() + content,
+                digest,
                 continuing(
                     request.headers,
                     partial(self._gateway.respond, session, parsed, progress),
@@ -195,6 +203,8 @@ class SessionRoutes:
                 keep=partial(self._gateway.keep, session),
                 withdraw=partial(self._gateway.withdraw, session),
                 received=partial(self._gateway.received, session),
+                recorded=partial(self._recorded, session, digest),
+                is_continued=session.is_continued,
                 request_id=str(parsed.request_id),
                 info=info,
             ) as answer:
@@ -215,6 +225,23 @@ class SessionRoutes:
         except ConnectionResetError:
             torchrl_logger.debug("A client has hung up.")
             return web.Response()
+
+    def _recorded(self, session: Session, digest: str) -> list[Answer]:
+        """Returns the latest answers to equal requests that a session has."""
+        since = time.time() - KEPT_SECONDS
+        return [
+            Answer.recorded(
+                turns,
+                request_id=str(turns[0].request_id),
+                info=AnswerInfo(
+                    name=turns[0].answer_name,
+                    created=int(turns[0].created),
+                    token_text=self._gateway.token_text,
+                ),
+            )
+            for turns in session.answers_to(digest)
+            if turns[0].created >= since
+        ]
 
 
 def _headers(request: Request) -> dict[str, str]:

@@ -175,7 +175,12 @@ def recorded(session: Session) -> list[Any]:
     for turn in session.turns:
         number, content, *values = to_row(turn)
         known = json.loads(content)
-        for name in ("created", "request_id", "name"):
+        for name in (
+            "created",
+            "request_id",
+            "name",
+            *("answer_name", "request_digest"),
+        ):
             known.pop(name, None)
         # Whether an answer shares them with the one before is a matter of the second.
         about = {*known.pop("about", ()), *known.pop("about_shared", ())}
