@@ -13,6 +13,7 @@ from typing import Any
 from torchrl_sglang.cli.interrupts import Interrupted
 from torchrl_sglang.cli.options import Parser
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.private_files import for_owner
 
 DESCRIPTION = """\
 Shows a run: a timeline of servers and trainer and what bounds the run, curves, and all
@@ -110,7 +111,8 @@ def write(path: Path, text: str) -> None:
         ConfigurationError: if it cannot be written.
     """
     try:
-        path.write_text(text, encoding="utf-8")
+        with open(path, "w", encoding="utf-8", opener=for_owner) as file:
+            file.write(text)
     except OSError as error:
         raise ConfigurationError(
             f"{str(path)!r} cannot be written: {error}."

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import contextlib
 import json
-import os
 import sqlite3
 from array import array
 from collections import deque
@@ -26,6 +25,7 @@ from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.branches import Branch
 from torchrl_sglang.gateway.session import RewardTarget, Session
 from torchrl_sglang.gateway.turns import Prompt, Turn
+from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 
 FORMAT = 3
@@ -91,7 +91,7 @@ class Store:
         path = Path(path).expanduser()
         self._path = str(path)
         with self._as_configuration_errors():
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            open(path, "ab", opener=for_owner).close()
             self._file = sqlite3.connect(path, check_same_thread=False, timeout=0)
             try:
                 self._open()
@@ -327,7 +327,8 @@ class Store:
             rows = self._file.execute("select * from sessions order by created, rowid")
             for key, name, group, reward, created in rows:
                 session = sessions[key] = Session(name, key=key, group=group)
-                session.reward, session.created = reward, created
+                session.reward = reward
+                session.began(created)
             rows = self._file.execute("select * from turns order by session, number")
             for key, number, *row in rows:
                 session = sessions[key]

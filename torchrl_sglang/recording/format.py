@@ -12,7 +12,8 @@ A folder holds:
 
 ``WRITER`` is another one for each recorder, so that two never write to one file. A line
 is JSON; times are seconds since the epoch. When a stream reaches its share of the
-bound, its oldest file is removed, and an event of the kind ``"dropped"`` says so.
+bound, its oldest file is removed, and an event of the kind ``"dropped"`` says so. A new
+file has a greater number than all of its stream: clocks may be set back.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.private_files import FOLDER_MODE, for_owner
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,16 +64,27 @@ class Bounds:
 
 
 def files_of(folder: Path, stream: str) -> list[tuple[Path, int]]:
-    """Returns the files of a stream and their sizes, those written last at the end.
+    """Returns the files of a stream and their sizes, in the order of their numbers.
 
     Another process may remove one meanwhile.
     """
     found = []
     for path in folder.glob(f"{stream}-*.jsonl"):
         with suppress(FileNotFoundError):
-            state = path.stat()
-            found.append((state.st_mtime_ns, path.name, path, state.st_size))
+            size = path.stat().st_size
+            found.append((number_of(path.name), path.name, path, size))
     return [(path, size) for _, _, path, size in sorted(found)]
+
+
+def number_of(name: str) -> int:
+    """Returns the number of a file, by its name; -1: it has none.
+
+    Examples:
+        >>> number_of("events-1a218c1a40bf80f-00012.jsonl")
+        12
+    """
+    number = name.rpartition("-")[2].partition(".")[0]
+    return int(number) if number.isdecimal() else -1
 
 
 def writer_of(name: str) -> str:
@@ -91,7 +104,7 @@ def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
         ConfigurationError: if it cannot be written, or has another format.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         path = folder / MANIFEST
         if path.exists():
             read_manifest(folder)
@@ -106,7 +119,8 @@ def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
         }
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            with open(partial, "w", encoding="utf-8", opener=for_owner) as file:
+                file.write(json.dumps(content, indent=2) + "\n")
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

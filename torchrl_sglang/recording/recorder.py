@@ -155,11 +155,11 @@ class RunRecorder:
             name: ``"train"``, ``"evaluate"`` and ``"save"`` have colours of their own.
                 Waiting for batches and sending weights is recorded by the collector.
         """
-        began = time.time()
+        began, start = time.time(), time.monotonic()
         try:
             yield
         finally:
-            self.add_phase(name, began, time.time())
+            self.add_phase(name, began, began + time.monotonic() - start)
 
     def add_phase(self, name: str, began: float, ended: float) -> None:
         """Records a phase that has ended, in seconds since the epoch."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from torchrl_sglang.recording.format import FILES_OF_STREAM, files_of
+from torchrl_sglang.recording.format import FILES_OF_STREAM, files_of, number_of
+from torchrl_sglang.support.private_files import for_owner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,7 @@ class LineStream:
     """Of the lines that are not known to be in the file."""
     _file: BinaryIO | None = None
     _file_name: str = ""
-    _number: int = 0
+    _number: int = -1
     _size: int = 0
 
     def append(self, line: bytes) -> StreamPlace:
@@ -118,15 +120,17 @@ class LineStream:
 
     def _begin_file(self) -> None:
         self.close()
-        self._make_room()
-        self._file_name = f"{self.name}-{self.writer}-{self._number:05}.jsonl"
-        self._number += 1
-        self._size = 0
-        self._file = (self.folder / self._file_name).open("ab")
-
-    def _make_room(self) -> None:
-        """Removes the oldest files, so that there is room for another one."""
         found = files_of(self.folder, self.name)
+        numbers = [self._number, *(number_of(path.name) for path, _ in found)]
+        self._number = max(numbers) + 1
+        self._make_room(found)
+        self._file_name = f"{self.name}-{self.writer}-{self._number:05}.jsonl"
+        self._size = 0
+        path = self.folder / self._file_name
+        self._file = open(path, "ab", opener=for_owner)  # noqa: SIM115
+
+    def _make_room(self, found: Sequence[tuple[Path, int]]) -> None:
+        """Removes the oldest files, so that there is room for another one."""
         total = sum(size for _, size in found)
         for path, size in found:
             if total + self._most_of_file <= self.most_bytes:

@@ -27,6 +27,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import CheckpointError, ConfigurationError
 from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
 Resume: TypeAlias = bool | Literal["auto"]
@@ -245,7 +246,7 @@ class Checkpoints:
 
     def _complete(self, partial: Path, path: Path, rest: io.BytesIO) -> None:
         """Makes a checkpoint of what was written, and removes older ones."""
-        with (partial / REST).open("wb") as file:
+        with open(partial / REST, "wb", opener=for_owner) as file:
             file.write(rest.getbuffer())
             file.flush()
             os.fsync(file.fileno())
@@ -407,7 +408,9 @@ def _keep_lines(path: Path, keep: Callable[[str], bool]) -> None:
     with (
         # A kill may have cut the last line within a character.
         path.open(encoding="utf-8", errors="surrogateescape") as lines,
-        partial.open("w", encoding="utf-8", errors="surrogateescape") as kept,
+        open(
+            partial, "w", encoding="utf-8", errors="surrogateescape", opener=for_owner
+        ) as kept,
     ):
         kept.writelines(line for line in lines if keep(line))
     partial.replace(path)

@@ -24,6 +24,7 @@ from torchrl_sglang.objectives.advantages import (
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.passwords import hide_passwords
+from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.trainers.samples import count_written, plain, rows_of, said_in
 
 SECRETS, HIDDEN = ("api_key", "admin_api_key", "ssl_keyfile_password"), "***"
@@ -324,7 +325,9 @@ class Rollouts:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = open(  # noqa: SIM115
+            path, "a", encoding="utf-8", errors="backslashreplace", opener=for_owner
+        )
 
     def write(self, step: int, batch: TensorDictBase, query_key: str) -> None:
         """Writes the rows of a batch with advantages."""

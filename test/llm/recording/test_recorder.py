@@ -203,6 +203,32 @@ def test_a_folder_stays_within_its_bound_and_says_so(tmp_path):
     assert Recording.open(tmp_path).read_texts(groups[-1].texts) is not None
 
 
+def test_the_oldest_file_makes_room_whatever_the_clock_says(tmp_path):
+    """Files of another writer, which was killed, and whose times are of later."""
+    for number in range(3):
+        path = tmp_path / f"texts-ffff-{number:05}.jsonl"
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (4e9 - number, 4e9 - number))
+    stream = LineStream(folder=tmp_path, name="texts", writer="0000", most_bytes=800)
+    for _ in range(7):
+        stream.append(b"y" * 99 + b"\n")
+    stream.close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [f"texts-0000-{number:05}.jsonl" for number in range(3, 10)] + [
+        "texts-ffff-00002.jsonl"
+    ]
+    assert stream.removed == [f"texts-ffff-{number:05}.jsonl" for number in (0, 1)]
+
+
+def test_a_recording_is_for_its_owner_alone(tmp_path):
+    folder = tmp_path / "record"
+    with RunRecorder(folder) as recorder:
+        record(recorder)
+    modes = {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    assert modes == {0o600}
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_texts_of_tokens_outlast_files_that_make_room(tmp_path):
     """Common tokens are written first, and their file is the first that goes."""
     with RunRecorder(tmp_path, max_bytes=1_000_000) as recorder:
