@@ -20,6 +20,8 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
 
 from torchrl_sglang.cli.interrupts import Interrupted, interruptible
 from torchrl_sglang.errors import ConfigurationError, SGLangError
@@ -84,10 +86,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except SGLangError as error:
-        if arguments.traceback:
-            traceback.print_exc()
-        else:
-            notes = " ".join(getattr(error, "__notes__", ()))
-            text = f"{program()} {arguments.name}: {error} {notes}"
-            print(text.rstrip(), file=sys.stderr)
+        notes = " ".join(getattr(error, "__notes__", ()))
+        _print_error(arguments, f"{error} {notes}".rstrip())
         return 2 if isinstance(error, ConfigurationError) else 1
+    except OSError as error:
+        if not _is_of_arguments(error, arguments):
+            raise
+        reason = f"{error.filename!s} cannot be used: {error.strerror}."
+        _print_error(arguments, f"{reason} Give another path.")
+        return 2
+
+
+def _print_error(arguments: argparse.Namespace, text: str) -> None:
+    """Prints an error as a sentence, or its traceback if that is asked for."""
+    if arguments.traceback:
+        traceback.print_exc()
+    else:
+        print(f"{program()} {arguments.name}: {text}", file=sys.stderr)
+
+
+def _is_of_arguments(error: OSError, arguments: argparse.Namespace) -> bool:
+    """Returns whether an error is of a path in the arguments, or above or below one."""
+    if not isinstance(error.filename, str):
+        return False
+    failed = Path(error.filename).absolute()
+    values = vars(arguments).values()
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    given = [
+        Path(os.path.expanduser(value)).absolute()
+        for value in chain.from_iterable(lists)
+        if value and isinstance(value, (str, Path))
+    ]
+    return any(
+        path == failed or path in failed.parents or failed in path.parents
+        for path in given
+    )

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from torchrl_sglang.cli.options import Parser, positive_int
+from torchrl_sglang.cli.options import Parser, engine_arguments, positive_int
 
 DESCRIPTION = """\
 Trains a tiny model of random weights with GRPO to write letters in ascending order,
@@ -23,7 +23,8 @@ GB to download, with gcc and make)."""
 EPILOG = """\
 examples:
   %(prog)s --install
-  %(prog)s --steps 5 --output runs/short"""
+  %(prog)s --steps 5 --output runs/short
+  %(prog)s --mem-fraction-static 0.5     # an option of the server"""
 
 
 def add_command(commands: Any) -> Parser:
@@ -45,7 +46,7 @@ def add_command(commands: Any) -> Parser:
     add("--device", choices=("cpu", "cuda"), help=text)
     text = "make SGLang's environment for CPU first, if it is not there"
     add("--install", action="store_true", help=text)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_engine_options=True)
     return parser
 
 
@@ -56,9 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         if status := install.main([]):
             return status
-    train(
-        arguments.output.expanduser(), arguments.steps, arguments.seed, arguments.device
-    )
+    engine = engine_arguments(arguments.engine_words, arguments.own_options)
+    if arguments.device is not None:
+        engine["device"] = arguments.device
+    output = arguments.output.expanduser()
+    train(output, arguments.steps, arguments.seed, engine)
     print(f"The program, to copy and change: {__file__}")
     return 0
 
@@ -69,7 +72,7 @@ def ascending(conversation: Any, task: Any) -> float:
     return sum(a < b for a, b in pairwise(said)) / max(len(said) - 1, 15)
 
 
-def train(output: Path, steps: int, seed: int, device: str | None) -> Path:
+def train(output: Path, steps: int, seed: int, engine: dict[str, Any]) -> Path:
     """Returns the folder of the trained model."""
     from torchrl_sglang import GRPO
     from torchrl_sglang.testing.tiny_model import save_tiny_model
@@ -82,7 +85,7 @@ def train(output: Path, steps: int, seed: int, device: str | None) -> Path:
         eval_prompts=prompts[80:],
         eval_every=5,
         generate_kwargs={"max_new_tokens": 16},
-        engine={} if device is None else {"device": device},
+        engine=engine,
         steps=steps,
         lr=3e-3,
         seed=seed,

@@ -35,6 +35,7 @@ class Parser(argparse.ArgumentParser):
     """argparse whose errors suggest the nearest name."""
 
     required_hint = ""
+    _words: Sequence[str] = ()
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -44,6 +45,11 @@ class Parser(argparse.ArgumentParser):
         """Returns the options of this parser, and whether each takes a value."""
         actions = self._option_string_actions
         return {name: action.nargs != 0 for name, action in actions.items()}
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parses words, which :meth:`error` looks for a mistake in."""
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Prints the mistake, with the nearest valid name, and exits with status 2."""
@@ -56,8 +62,21 @@ class Parser(argparse.ArgumentParser):
             meant = nearest(unknown[1], self.own_options())
         hint = f"; did you mean {meant}?" if meant else "."
         if "required: " in message:
-            hint += self.required_hint
+            hint = self._misspelt() or hint + self.required_hint
         super().error(message + hint)
+
+    def _misspelt(self) -> str:
+        """Returns a hint to an option whose name is nearly one of this parser."""
+        own = self.own_options()
+        for word in self._words:
+            name = word.partition("=")[0]
+            if (
+                name.startswith("--")
+                and name not in own
+                and (like := nearest(name, own))
+            ):
+                return f"; did you mean {like} instead of {name}?"
+        return ""
 
 
 def positive_int(text: str) -> int:

@@ -35,6 +35,18 @@ def test_the_engine_is_installed_first(monkeypatch, capsys):
     assert main(["demo", "--install"]) == 1
 
 
+@pytest.mark.parametrize("place", ["file", "file/below", "folder/new"])
+def test_an_output_that_cannot_be_written(place, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").symlink_to(tmp_path / "gone" / "further")
+    path = tmp_path / place
+    assert main(["demo", "--output", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"torchrl_sglang demo: {tmp_path}" in said
+    assert "Give another path." in said
+
+
 @pytest.mark.parametrize("words", [["--steps", "0"], ["--device", "tpu"]])
 def test_words_that_are_wrong(words, capsys):
     with pytest.raises(SystemExit) as error:

@@ -42,7 +42,13 @@ from torchrl_sglang.cli.plan.memory import (
     trainer_memory,
 )
 from torchrl_sglang.cli.plan.shapes import Shape, read_shape
-from torchrl_sglang.cli.plan.show import command_of
+from torchrl_sglang.cli.plan.show import (
+    THIN,
+    command_of,
+    grpo_arguments,
+    nothing_text,
+    to_text,
+)
 from torchrl_sglang.trainers.models import load_model, shard
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
@@ -461,6 +467,65 @@ def test_the_command_is_one_of_the_recipe(gpus, lora, tmp_path, monkeypatch):
     GRPO(**{**arguments, "prompts": [{"query": "1+1="}] * 16, "eval_prompts": None})
 
 
+QWEN_32B = Qwen2Config(
+    hidden_size=5120,
+    intermediate_size=27_648,
+    vocab_size=152_064,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    num_hidden_layers=64,
+    max_position_embeddings=32_768,
+)
+
+
+@pytest.mark.parametrize("place", ["separate", "colocated"])
+def test_a_server_has_the_fewest_gpus_that_hold_a_batch(place):
+    """One GPU holds the model and a group, and few responses beside it."""
+    shape, cluster, work = read_shape(QWEN_32B), Cluster(gpus=8), Workload(lora=32)
+    found = arrange(shape, cluster, work, place=place)
+    sizes = [1, 2, 4] if place == "separate" else [1, 2, 4, 8]
+    each = [arrange(shape, cluster, work, place=place, tp_size=n) for n in sizes]
+    held = {a.tp_size: a.sequences for a in each if isinstance(a, Arrangement)}
+    enough = [size for size, count in held.items() if count >= work.responses]
+    assert found.tp_size == (enough[0] if enough else max(held, key=held.get))
+    assert found.sequences > min(held.values())
+
+
+def test_a_batch_that_few_ranks_can_share(capsys):
+    """A rank has at least one response; no number of GPUs would do, but a batch."""
+    shape, work = read_shape(QWEN_7B), Workload(group_size=1, groups_per_batch=1)
+    cluster = Cluster(gpus=8)
+    found = arrange(shape, cluster, work)
+    assert isinstance(found, NothingFits)
+    assert "A batch of 1 can be shared by as many GPUs" in found.reasons[0]
+    assert "--groups-per-batch 8" in found.remedies[-1]
+    wider = replace(work, groups_per_batch=8)
+    assert isinstance(arrange(shape, cluster, wider), Arrangement)
+    assert "Take a --group-size of 2 or more" in nothing_text(
+        shape, cluster, work, found
+    )
+
+
+def test_how_much_is_left_is_said():
+    shape = read_shape(QWEN_7B)
+    found = arrange(shape, Cluster(gpus=4), Workload())
+    left = found.cluster.usable - found.trainer.peak
+    assert found.margin == left < THIN * found.cluster.memory
+    assert f"leaves {left / GIB:.1f} GiB" in to_text(shape, found)
+    arguments = grpo_arguments(found)
+    assert (arguments["max_staleness"], arguments["correction"]) == (
+        1,
+        "decoupled_token_is",
+    )
+
+
+def test_an_option_that_is_misspelt(capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["plan", "--modle", "q7b", "--gpus", "8"])
+    assert error.value.code == 2
+    assert "did you mean --model instead of --modle?" in capsys.readouterr().err
+
+
 def test_the_command_line(tiny_model_path, capsys):
     words = ["plan", "--model", tiny_model_path, "--sequence", "128", "--gpu-memory"]
     assert main([*words, "24", "--gpus", "2"]) == 0
@@ -472,7 +537,7 @@ def test_the_command_line(tiny_model_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["place"], found["ranks"]) == ("colocated", 2)
     assert found["arguments"]["colocated"]
-    assert main([*words, "2", "--gpus", "1"]) == 1
+    assert main([*words, "3", "--gpus", "1"]) == 1
     assert "Nothing fits." in capsys.readouterr().out
 
 
@@ -491,7 +556,9 @@ def test_a_configuration_file(tiny_model_path, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--model", "/no/such/model"], "The configuration of '/no/such/model' cannot"),
+        (["--model", "/no/such/model"], "There is no model folder '/no/such/model'"),
+        (["--model", "./nothere"], "There is no model folder './nothere'"),
+        (["--gpu-memory", "0.001"], "less than the 2 GiB of a GPU that CUDA takes"),
         (["--sequence", "100000"], "is more than the"),
     ],
 )

@@ -113,7 +113,7 @@ def make_server_command(
         # What a step of decoding leaves in the cache is not, to the bit, what a prefill
         # computes, and how much of a prefix is found there depends on timing.
         arguments.setdefault("disable_radix_cache", True)
-    _check_local_model(model)
+    check_local_model(model)
     _check_nodes(arguments)
     check_sizes(arguments)
     secrets = _take_secrets(arguments)
@@ -192,8 +192,11 @@ def _check_modes(device: str, deterministic: bool, drafts: Any) -> None:
         )
 
 
-def _check_local_model(model: str | os.PathLike[str]) -> None:
-    # A hub name is "owner/name"; anything that looks like a path must exist.
+def check_local_model(model: str | os.PathLike[str]) -> None:
+    """Raises :class:`ConfigurationError` for a path of a model where there is none.
+
+    A hub name is "owner/name"; what looks like a path must exist.
+    """
     text = os.fspath(model)
     looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
     if looks_local and not Path(text).is_dir():

@@ -75,7 +75,7 @@ def add_command(commands: Any) -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the arrangement."""
     from torchrl_sglang.cli.plan.arrange import Arrangement, Cluster, arrange
-    from torchrl_sglang.cli.plan.memory import GIB, Workload
+    from torchrl_sglang.cli.plan.memory import GIB, RUNTIME, Workload
     from torchrl_sglang.cli.plan.shapes import read_shape
     from torchrl_sglang.cli.plan.show import nothing_text, to_json, to_text
 
@@ -89,6 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = Cluster(
         gpus=arguments.gpus, per_node=arguments.gpus_per_node, memory=memory * GIB
     )
+    if cluster.usable <= 0:
+        raise ConfigurationError(
+            f"--gpu-memory {memory:g} is less than the {RUNTIME / GIB:g} GiB of a GPU "
+            f"that CUDA takes without any tensor; give the memory of a GPU in GiB."
+        )
     work = Workload(
         sequence=arguments.sequence,
         group_size=arguments.group_size,

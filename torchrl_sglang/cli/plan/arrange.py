@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,6 +92,17 @@ class Arrangement:
         return self.replicas * (self.server.tokens // self.work.sequence)
 
     @property
+    def margin(self) -> float:
+        """Bytes of a trainer's GPU that are left at its peak, beside the reserve."""
+        beside = 0.0
+        usable = self.cluster.usable
+        if self.place == "colocated":
+            # A sleeping server keeps its runtime, and its weights beside an adapter.
+            kept = self.server.weights if self.work.lora is not None else 0.0
+            beside = RUNTIME + kept
+        return usable - beside - self.trainer.peak
+
+    @property
     def unused(self) -> int:
         """GPUs that have nothing to do."""
         servers = self.replicas * self.tp_size
@@ -126,8 +137,9 @@ def arrange(
     """Returns the arrangement to begin with, or why there is none.
 
     Servers with GPUs of their own come first, as they generate while the trainer
-    trains; else they share the trainer's. A server has as few GPUs as hold the model
-    and a group of the longest responses, as more servers of fewer GPUs generate more.
+    trains; else they share the trainer's. A server has the fewest GPUs with which all
+    servers together hold a batch of the longest responses, as more servers of fewer
+    GPUs generate more; or else as many as hold the most of them.
 
     Args:
         shape: of the model.
@@ -200,6 +212,7 @@ def _separate(
     if trainer.peak > cluster.usable:
         return None
     left = cluster.gpus - ranks
+    fitting = []
     for size in _tp_sizes(shape, min(left, cluster.per_node), tp):
         server = server_memory(
             shape, tp_size=size, memory=cluster.memory, share=SERVER_SHARE
@@ -208,19 +221,29 @@ def _separate(
             # A server's GPUs are of one machine.
             nodes, rest = divmod(left, cluster.per_node)
             replicas = nodes * (cluster.per_node // size) + rest // size
-            return Arrangement(
-                place="separate",
-                ranks=ranks,
-                replicas=replicas,
-                tp_size=size,
-                share=SERVER_SHARE,
-                tokens_per_pass=tokens,
-                work=work,
-                cluster=cluster,
-                trainer=trainer,
-                server=server,
+            fitting.append(
+                Arrangement(
+                    place="separate",
+                    ranks=ranks,
+                    replicas=replicas,
+                    tp_size=size,
+                    share=SERVER_SHARE,
+                    tokens_per_pass=tokens,
+                    work=work,
+                    cluster=cluster,
+                    trainer=trainer,
+                    server=server,
+                )
             )
-    return None
+    return _roomy(fitting)
+
+
+def _roomy(fitting: Sequence[Arrangement]) -> Arrangement | None:
+    """Returns the first arrangement that holds a batch, or else the most responses."""
+    for each in fitting:
+        if each.sequences >= each.work.responses:
+            return each
+    return max(fitting, key=lambda each: each.sequences, default=None)
 
 
 def _colocated(
@@ -229,23 +252,26 @@ def _colocated(
     """Returns the arrangement with servers on the trainer's GPUs, if it fits."""
     ranks = min(cluster.gpus, work.responses)
     trainer = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
+    fitting = []
     for size in _tp_sizes(shape, ranks, tp):
         share = colocated_share(shape, cluster, work, trainer, tp_size=size)
         server = server_memory(shape, tp_size=size, memory=cluster.memory, share=share)
         if share and _holds_a_group(server, work):
-            return Arrangement(
-                place="colocated",
-                ranks=ranks,
-                replicas=ranks // size,
-                tp_size=size,
-                share=share,
-                tokens_per_pass=tokens,
-                work=work,
-                cluster=cluster,
-                trainer=trainer,
-                server=server,
+            fitting.append(
+                Arrangement(
+                    place="colocated",
+                    ranks=ranks,
+                    replicas=ranks // size,
+                    tp_size=size,
+                    share=share,
+                    tokens_per_pass=tokens,
+                    work=work,
+                    cluster=cluster,
+                    trainer=trainer,
+                    server=server,
+                )
             )
-    return None
+    return _roomy(fitting)
 
 
 def colocated_share(
@@ -317,6 +343,11 @@ def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:
     most = min(cluster.gpus, work.responses)
     trainer = trainer_memory(shape, work, ranks=most, tokens=TOKENS_PER_PASS[-1])
     reasons = []
+    if work.responses < cluster.gpus:
+        reasons.append(
+            f"A batch of {work.responses} can be shared by as many GPUs of the trainer "
+            f"at most, and there are {cluster.gpus}."
+        )
     for phase, size in trainer.peaks.items():
         if size > cluster.usable:
             reasons.append(
@@ -352,6 +383,16 @@ def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
     for found in _candidates(shape, cluster, shorter, None, None, None):
         yield f"Sequences of {found.work.sequence} tokens fit these GPUs."
         break
+    wider = replace(work, groups_per_batch=-(-cluster.gpus // work.group_size))
+    if work.responses < cluster.gpus:
+        # A rank of the trainer has at least one response of each batch.
+        for found in _candidates(shape, cluster, wider, None, None, None):
+            yield (
+                f"Batches of {wider.responses} responses (--groups-per-batch "
+                f"{wider.groups_per_batch}) fit these GPUs, as up to {found.ranks} of "
+                f"them share the trainer's memory."
+            )
+            return
     gpus = cluster.gpus
     while gpus < LARGEST_CLUSTER:
         gpus *= 2
@@ -364,5 +405,5 @@ def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
             return
     yield (
         f"No number of these GPUs would do, up to {LARGEST_CLUSTER}: take GPUs with "
-        f"more memory, shorter sequences, or a smaller model."
+        f"more memory, larger batches, shorter sequences, or a smaller model."
     )

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
+
+HUB_SECONDS = 10.0
+"""Timeout of a request to the hub."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +87,11 @@ def read_shape(model: Any, *, trust_remote_code: bool = False) -> Shape:
 def _load(model: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
+    from torchrl_sglang.backends.launch.server_command import check_local_model
+
+    if not os.path.exists(model):
+        check_local_model(model)
+        _check_hub(model)
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -92,6 +101,29 @@ def _load(model: str, trust_remote_code: bool) -> Any:
             f"The configuration of {model!r} cannot be read: {reason}. Give a folder "
             f"with a config.json, that file, or a name on the hub."
         ) from error
+
+
+def _check_hub(model: str) -> None:
+    """Raises :class:`ConfigurationError` where a hub is needed that does not answer.
+
+    Transformers would try for half a minute.
+    """
+    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import get_session
+
+    with suppress(HFValidationError):
+        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+            return
+        try:
+            get_session().head(hf_hub_url(model, "config.json"), timeout=HUB_SECONDS)
+        except Exception as error:
+            # Versions of the hub's client have errors of several libraries.
+            raise ConfigurationError(
+                f"There is no folder {model!r}, nor is a model of that name on this "
+                f"machine, and the hub cannot be reached: {error}. Check the name, or "
+                f"give a folder with a config.json."
+            ) from error
 
 
 def _instantiate(config: Any, name: str, trust_remote_code: bool) -> Any:
