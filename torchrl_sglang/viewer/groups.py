@@ -16,6 +16,9 @@ from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
 from torchrl_sglang.viewer.curves import extremes
 from torchrl_sglang.viewer.run import MALFORMED, Group, RunData
 
+SHOWN_CHARACTERS = 120
+"""Characters of a prompt that the table lists, and that its search looks in."""
+
 MOST_ROWS = 20_000
 """Groups in the table of a page, the newest ones."""
 
@@ -75,7 +78,7 @@ def _row(group: Group, tags: Sequence[str]) -> list[Any]:
         group.id,
         group.batch,
         group.status,
-        line.prompt[:120],
+        line.prompt[:SHOWN_CHARACTERS],
         line.count,
         _rounded_again(sum(rewards) / len(rewards)) if rewards else None,
         _rounded_again(line.best),

@@ -194,7 +194,7 @@
     const button = (name, words, title, count) => make("button", {
       type: "button", "aria-pressed": String(state.filter === name), title, "data-filter": name, onclick: set({ filter: name }),
     }, `${words} ${count.toLocaleString("en")}`);
-    const search = make("input", { type: "search", placeholder: "Search in prompts", "aria-label": "Search in prompts", value: state.text });
+    const search = make("input", { type: "search", placeholder: "Search in prompts as listed", "aria-label": "Search in prompts as listed", title: "Searches the beginning of each prompt that this table lists, not the rest of it, nor responses.", value: state.text });
     search.addEventListener("input", () => { state.text = search.value; state.page = 0; showTable(); });
     const runs = make("select", { "aria-label": "Run", onchange: (event) => {
       Object.assign(state, { run: Number(event.target.value), page: 0, open: null });
