@@ -12,11 +12,16 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.chat.call_grammars import FREE
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.request import Request
+from torchrl_sglang.gateway.tool_grammar import GRAMMARS, check_grammar
 
 ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
 """``"grammar"``: a choice of tools holds; ``"auto"``: the model decides."""
 
 _NAME = re.compile(r"[!-~]+")
+
+MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1_024
+"""Most stop strings of a request, and characters of each: a server's scheduler looks
+for all of them after each token, and all other requests wait."""
 
 _NEEDED = frozenset(
     {
@@ -67,6 +72,7 @@ class RequestReader:
         """
         dropped = [name for name in body if name in self._ignored]
         request = read({name: body[name] for name in body if name not in dropped})
+        _check_work(request.sampling.params)
         ignored = [*dropped, *request.ignored]
         if not self._chooses and not request.choice.is_free:
             ignored += request.choice.fields
@@ -94,6 +100,34 @@ class RequestReader:
             torchrl_logger.warning(
                 f"A client of the gateway sends {', '.join(new)}, which has no effect."
             )
+
+
+def _check_work(params: Mapping[str, Any]) -> None:
+    """Raises :class:`ConfigurationError` for what would keep a server busy for long.
+
+    A client has the key of one session, and others' requests are on the same servers.
+    """
+    if params.get("stop_regex"):
+        raise ConfigurationError(
+            "stop_regex is not taken from clients: servers search for it after each "
+            "token, which can take longer than all other requests together. Use stop, "
+            "or have the gateway's owner give it in default_sampling_params."
+        )
+    stops = params.get("stop") or ()
+    stops = [stops] if isinstance(stops, str) else stops
+    if isinstance(stops, Sequence) and len(stops) > MOST_STOPS:
+        raise ConfigurationError(
+            f"stop has {len(stops)} texts; give up to {MOST_STOPS}."
+        )
+    for text in stops if isinstance(stops, Sequence) else ():
+        if isinstance(text, str) and len(text) > MOST_STOP_CHARACTERS:
+            raise ConfigurationError(
+                f"stop has a text of {len(text)} characters; give up to "
+                f"{MOST_STOP_CHARACTERS}."
+            )
+    for name in GRAMMARS:
+        if isinstance(text := params.get(name), str):
+            check_grammar(name, text)
 
 
 def _check_ignored(names: Sequence[str]) -> frozenset[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.chat.call_grammars import (
@@ -21,6 +22,66 @@ GRAMMARS = frozenset(
     name for name, row in SAMPLING_PARAMETERS.items() if row.needs_grammar
 )
 """Sampling parameters that are grammars, of which a request has one."""
+
+MOST_CHARACTERS, MOST_LEVELS = 200_000, 100
+"""Most characters of a grammar, and levels of brackets. Servers compile it beside their
+scheduler, and nothing stops that: 2,000 levels took minutes and gigabytes."""
+
+_LITERALS = {
+    "regex": re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL),
+    "ebnf": re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL),
+}
+"""Kind of grammar -> what in it are characters, and no brackets."""
+
+
+def check_grammar(name: str, text: str) -> None:
+    """Raises :class:`ConfigurationError` if a grammar is too long, or too deep.
+
+    Args:
+        name: of the sampling parameter.
+        text: its value.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise ConfigurationError(
+            f"{name} has {len(text)} characters; give up to {MOST_CHARACTERS}."
+        )
+    literals = _LITERALS.get(name)
+    levels = _levels_of_json(text) if literals is None else _levels(text, literals)
+    if levels > MOST_LEVELS:
+        raise ConfigurationError(
+            f"{name} has {levels} levels of brackets or more; give up to {MOST_LEVELS}."
+        )
+
+
+def _levels(text: str, literals: re.Pattern[str]) -> int:
+    depth = deepest = 0
+    for bracket in re.findall("[()]", literals.sub("", text)):
+        depth += 1 if bracket == "(" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _levels_of_json(text: str) -> int:
+    """Returns the levels of JSON; 0 for what is none, which a server refuses."""
+    try:
+        layer = _nested([json.loads(text)])
+    except ValueError:
+        return 0
+    except RecursionError:
+        return MOST_LEVELS + 1
+    for level in range(MOST_LEVELS + 1):
+        if not layer:
+            return level
+        layer = _nested(
+            child
+            for each in layer
+            for child in (each.values() if isinstance(each, dict) else each)
+        )
+    return MOST_LEVELS + 1
+
+
+def _nested(values: Iterable[Any]) -> list[Any]:
+    return [value for value in values if isinstance(value, (dict, list))]
 
 
 def with_choice(
@@ -78,6 +139,7 @@ def with_choice(
         thinks=marks is not None and (prompt or "").rstrip().endswith(marks[0]),
         schema=None if schema is None else json.loads(schema),
     )
+    check_grammar("structural_tag", grammar)
     others = {name: params[name] for name in params if name != "json_schema"}
     return {**others, "structural_tag": grammar}
 

@@ -222,6 +222,114 @@ def test_wrong_choices(fake, session, path, fields, words):
     assert not fake.payloads()
 
 
+def test_how_reasoning_is_shown_is_never_refused(fake, session):
+    """A newer client asks for a display that is not known here."""
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": "updates"}
+    answer = post(session, MESSAGES, thinking=thinking)
+    assert answer.status_code == 200
+    assert "thinking.display" in answer.headers[IGNORED]
+    answer = post(session, "/v1/responses", messages=None, input="a", include=["x"])
+    assert answer.status_code == 200, answer.text
+    assert "include" in answer.headers[IGNORED]
+
+
+def test_deferred_tools_are_offered_when_they_were_found(fake, session):
+    """The model searches for them, and the result refers to them by name."""
+    search, weather, other = (
+        {"name": name, "input_schema": SCHEMA, "defer_loading": name != "search"}
+        for name in ("search", "weather", "other")
+    )
+    asks = {"role": "user", "content": "hello"}
+    use = {"type": "tool_use", "id": "1", "name": "search", "input": {"city": "a"}}
+    found = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [found]}
+    before = [asks]
+    after = [
+        asks,
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    offered = []
+    for messages in (before, after):
+        about = {"messages": messages, "tools": [search, weather, other]}
+        answer = post(session, MESSAGES, **about)
+        assert answer.status_code == 200, answer.text
+        assert IGNORED not in answer.headers
+        count = post(session, COUNT, **about).json()["input_tokens"]
+        turn = session.turns[-1]
+        assert count == turn.prompt.num_tokens
+        offered.append([tool["function"]["name"] for tool in turn.tools])
+    assert offered == [["search"], ["search", "weather"]]
+
+
+def nested(levels):
+    """Returns a schema of arrays; texts with brackets are no levels."""
+    inner = '{"description": "]]}}"}'
+    begin = '{"type": "array", "description": "}]}]", "items": '
+    return json.loads(begin * levels + inner + "}" * levels)
+
+
+def of_schema(schema):
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def offered(schema):
+    function = {"name": "a", "parameters": schema}
+    return {
+        "tools": [{"type": "function", "function": function}],
+        "tool_choice": "required",
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "words"),
+    [
+        (CHAT, {"stop_regex": "(?:.|.|\\n)*x"}, "stop_regex is not taken"),
+        (CHAT, {"stop_regex": ["a"]}, "Use stop"),
+        (CHAT, {"stop": [str(n) for n in range(65)]}, "stop has 65 texts"),
+        (MESSAGES, {"stop_sequences": ["a" * 1025]}, "a text of 1025 characters"),
+        (CHAT, {"response_format": of_schema(nested(300))}, "levels of brackets"),
+        (
+            MESSAGES,
+            {"output_config": {"format": of_schema(0) | {"schema": nested(300)}}},
+            "levels of brackets",
+        ),
+        (CHAT, {"regex": "(" * 101 + "a" + ")" * 101}, "regex has 101 levels"),
+        (CHAT, {"ebnf": 'root ::= ")" ' + "(" * 101}, "ebnf has 101 levels"),
+        (CHAT, {"structural_tag": "[" * 101 + "]" * 101}, "levels of brackets"),
+        (CHAT, {"regex": "a" * 200_001}, "regex has 200001 characters"),
+        (CHAT, offered(nested(150)), "structural_tag has 101 levels"),
+    ],
+)
+def test_work_without_a_bound_is_refused(fake, session, path, fields, words):
+    """Servers are shared by all sessions, and a key is of one."""
+    answer = post(session, path, **fields)
+    assert answer.status_code == 400
+    assert words in answer.json()["error"]["message"]
+    assert not fake.payloads()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["a" * 1024] * 64},
+        {"response_format": of_schema(nested(40))},
+        {"regex": "[(]" * 200 + r"\(" * 200},
+        {"ebnf": 'root ::= "' + "(" * 200 + '"'},
+    ],
+)
+def test_work_within_its_bounds_is_not(fake, session, fields):
+    answer = post(session, **fields)
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("kind", ["default_sampling_params", "forced_sampling_params"])
+def test_the_owner_may_have_patterns_searched_for(fake, kind):
+    with gateway_of(fake, **{kind: {"stop_regex": "a+"}}) as gateway:
+        assert post(gateway.session()).status_code == 200
+        assert sent(fake)["stop_regex"] == ["a+"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -416,12 +524,12 @@ def test_edits_of_a_conversation_are_none(session, fields, ignored, stream):
 
 def test_wishes_of_tools(session):
     tools = [
-        {**AS_ANTHROPIC[0], "strict": True, "defer_loading": True, "type": "custom"}
+        {**AS_ANTHROPIC[0], "strict": True, "input_examples": [{}], "type": "custom"}
     ]
     answer = post(session, MESSAGES, tools=tools)
-    assert answer.headers[IGNORED] == "tools.strict, tools.defer_loading"
+    assert answer.headers[IGNORED] == "tools.strict, tools.input_examples"
     answer = post(session, MESSAGES, tools=tools, tool_choice={"type": "any"})
-    assert answer.headers[IGNORED] == "tools.defer_loading"
+    assert answer.headers[IGNORED] == "tools.input_examples"
     strict = [
         {"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}
     ]
@@ -486,7 +594,7 @@ def test_documents_are_text(session, given, text):
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "Anthropic defines"),
         ({"thinking": {"type": "always"}}, "between_tools"),
-        ({"thinking": {"type": "enabled", "display": "x"}}, "omitted"),
+        ({"thinking": {"type": "x", "display": "updates"}}, "between_tools"),
         ({"context_management": {"edits": 1}}, "list of edits"),
         (
             {

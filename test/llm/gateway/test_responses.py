@@ -671,7 +671,7 @@ def test_what_is_accepted(engine, body, ignored):
             "names 'sub'",
         ),
         ({"tool_choice": "required"}, "needs tools"),
-        ({"include": ["everything"]}, "include has 'everything'"),
+        ({"include": [1]}, "include has 1, which is not a text"),
         ({"reasoning": {"budget": 3}}, "reasoning has 'budget'"),
         ({"reasoning": "high"}, "must be an object"),
         ({"text": {"format": {"type": "json_schema"}}}, "with a schema"),

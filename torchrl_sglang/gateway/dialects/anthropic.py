@@ -22,6 +22,7 @@ from torchrl_sglang.gateway.dialects.anthropic_blocks import (
     read_system,
     read_tools,
     tool_wishes,
+    without_deferred,
 )
 from torchrl_sglang.gateway.dialects.base import (
     THINKING,
@@ -96,6 +97,7 @@ def read_count(body: Any) -> Request:
     for index, each in enumerate(turns):
         messages += read_message(f"messages[{index}]", each)
     offered, asked = given.pop("tools", None) or (), given.pop("tool_choice", None)
+    offered = without_deferred(offered, turns)
     tools = read_tools(() if _kind(asked) == "none" else offered)
     choice = _choice(asked, tools)
     hints, shown = _thinking(given.pop("thinking", None))
@@ -182,12 +184,14 @@ def _thinking(given: Any) -> tuple[list[Hint], bool]:
         return [], True
     options = given if isinstance(given, Mapping) else {}
     display = options.get("display")
-    if not isinstance(kind, str) or kind not in _THINKS or display not in _DISPLAYS:
+    if not isinstance(kind, str) or kind not in _THINKS:
         raise ConfigurationError(
-            f"thinking={given!r} must be of type {', '.join(_THINKS)}, with a display "
-            f"of summarized or omitted if any."
+            f"thinking={given!r:.200} must be of type {', '.join(_THINKS)}."
         )
     hints = [Hint(name="thinking", variables=THINKING, value=_THINKS[kind])]
+    if display not in _DISPLAYS:
+        # How reasoning is shown changes no response.
+        hints.append(Hint(name="thinking.display", variables=(), value=display))
     if (budget := options.get("budget_tokens")) is not None:
         name, variables = "thinking.budget_tokens", ("thinking_budget",)
         hints.append(Hint(name=name, variables=variables, value=budget))

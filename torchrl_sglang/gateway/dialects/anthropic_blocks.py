@@ -5,7 +5,7 @@ Source: the Anthropic API reference, "Messages".
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.chat.content import text_of
@@ -13,8 +13,8 @@ from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.repeated import read_once
 from torchrl_sglang.errors import ConfigurationError
 
-_WISHES = ("strict", "input_examples", "defer_loading")
-"""Fields of tools that have no effect on a prompt: all tools are in it as they are."""
+_WISHES = ("strict", "input_examples")
+"""Fields of tools that have no effect on a prompt."""
 
 
 def read_system(given: Any) -> list[Message]:
@@ -126,6 +126,35 @@ def _assistant(name: str, blocks: Sequence[Any]) -> Message:
     if any(reasoning):
         message["reasoning_content"] = "".join(reasoning)
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def without_deferred(tools: Any, messages: Sequence[Any]) -> Any:
+    """Returns tools without those that a conversation has not referred to yet.
+
+    Clients send all tools with each request, and have the model search for those with
+    ``defer_loading``: it knows one from the ``tool_reference`` of a result on, or from
+    a call of it.
+    """
+    if not isinstance(tools, list) or not any(map(_is_deferred, tools)):
+        return tools
+    known = set(_references(messages))
+    return [t for t in tools if not _is_deferred(t) or t.get("name") in known]
+
+
+def _is_deferred(tool: Any) -> bool:
+    return isinstance(tool, Mapping) and bool(tool.get("defer_loading"))
+
+
+def _references(blocks: Any) -> Iterator[str]:
+    """Yields the names of tools that blocks, or messages of blocks, refer to."""
+    for block in blocks if isinstance(blocks, list) else ():
+        if isinstance(block, Mapping):
+            kind = block.get("type")
+            name = {"tool_reference": "tool_name", "tool_use": "name"}.get(str(kind))
+            if name is not None:
+                yield str(block.get(name))
+            else:
+                yield from _references(block.get("content"))
 
 
 def read_tools(tools: Any) -> list[Mapping[str, Any]]:
