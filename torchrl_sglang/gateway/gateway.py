@@ -44,7 +44,8 @@ from torchrl_sglang.support.urls import is_loopback
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
 from torchrl_sglang.types import LogProbsMode
 
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{0,127}[A-Za-z0-9_-]")
+"""Names that stand in a URL as they are: ``..`` is another folder to clients."""
 
 
 class Gateway(Responder):
@@ -356,11 +357,13 @@ class Gateway(Responder):
         """Returns a session, a new one where there is none of that name.
 
         Args:
-            name: of letters, digits, ``.``, ``_`` and ``-``. Defaults to a random one.
+            name: of letters, digits, ``.``, ``_`` and ``-``, without ``.`` at the end.
+                Defaults to a random one.
             group: sessions of a group are compared with each other. Defaults to none.
 
         Raises:
-            ConfigurationError: if ``name`` has other characters, or more than 128.
+            ConfigurationError: if ``name`` has other characters, or more than 128, or
+                ends with ``.``.
             GatewayError: if there are ``max_sessions``, or the file cannot be written.
         """
         name = secrets.token_hex(16) if name is None else name
@@ -368,7 +371,7 @@ class Gateway(Responder):
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(
                 f"{name!r} is not a name of a session; give up to 128 letters, digits, "
-                f"'.', '_' and '-'."
+                f"'.', '_' and '-', without '.' at the end."
             )
         self._check_file()
         with self._lock:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
 from datetime import UTC, datetime
 
@@ -98,7 +97,7 @@ class SessionRegistry:
 
 def _check_key(session: Session) -> None:
     """Raises :class:`GatewayError` if the key of a session has expired."""
-    if session.expires is not None and time.time() >= session.expires:
+    if session.expires is not None and session.is_expired:
         ended = datetime.fromtimestamp(session.expires, UTC)
         raise GatewayError(
             f"The key of the session {session.name!r} expired at {ended:%F %T} UTC, "

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from aiohttp import web
 
 from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.gateway.connections import STRANGERS, BoundedSite, LoopErrors
 
 STOP_SECONDS = 10.0
 START_SECONDS = 30.0
@@ -93,12 +94,14 @@ class Runner:
     async def _serve(self) -> None:
         self._loop, self._end = asyncio.get_running_loop(), asyncio.Event()
         self._task = asyncio.current_task()
-        runner = make_runner(self._make_app())
+        self._loop.set_exception_handler(LoopErrors())
+        app = self._make_app()
+        runner = make_runner(app)
         try:
             async with AsyncExitStack() as stack:
                 # Its clients are gone before what they ask for.
                 await runner.setup()
-                site = web.TCPSite(runner, self._host, self._wanted)
+                site = BoundedSite(runner, self._host, self._wanted, app[STRANGERS])
                 await site.start()
                 self.port = runner.addresses[0][1]
                 if self._beside is not None:

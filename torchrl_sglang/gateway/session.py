@@ -93,7 +93,7 @@ class Session:
         self.agent_rewards: dict[str, float] = {}
         self.branch_rewards: dict[int, float] = {}
         self.discount = 1.0
-        self.created = time.time()
+        self.began(time.time())
         self.expires: float | None = None
         self.turns: list[Turn] = []
         # Turns that are being kept, and the turns that they go on from.
@@ -119,10 +119,23 @@ class Session:
         """Base URL for OpenAI's clients."""
         return f"{self.url}/v1"
 
+    def began(self, created: float) -> None:
+        """Sets when the session began, in seconds since the epoch.
+
+        Its age grows with a clock that nobody sets from here on.
+        """
+        self.created = created
+        self._born = time.monotonic() - max(time.time() - created, 0.0)
+
     @property
     def age(self) -> float:
         """Seconds since the session began."""
-        return time.time() - self.created
+        return time.monotonic() - self._born
+
+    @property
+    def is_expired(self) -> bool:
+        """Whether its key opens it no more."""
+        return self.expires is not None and self.age >= self.expires - self.created
 
     @property
     def num_tokens(self) -> int:

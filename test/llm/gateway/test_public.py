@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import resource
+import select
+import socket
+import time
+from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -13,6 +20,8 @@ from aiohttp import web
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway import connections
+from torchrl_sglang.gateway.session import Session
 
 HELLO = [{"role": "user", "content": "hello"}]
 PUBLIC = "https://gateway.example.org/agents"
@@ -163,3 +172,109 @@ def test_a_proxy_hands_requests_on(fake_engine: Any) -> None:
             await runner.cleanup()
 
     assert asyncio.run(run()) in (["length"], ["stop"])
+
+
+@pytest.mark.parametrize("name", [".", "..", "...", "a.", "", "a/b", "%2e%2e", "a\n"])
+def test_names_that_a_url_does_not_have_as_they_are(fake_engine: Any, name: str):
+    """Clients take the URL of a session ``..`` for another one."""
+    with Gateway(fake_engine, api_key="sk-own") as gateway:
+        with pytest.raises(ConfigurationError, match="is not a name of a session"):
+            gateway.session(name)
+        headers = {"Authorization": "Bearer sk-own"}
+        answer = requests.post(
+            f"{gateway.url}/sessions", json={"name": name}, headers=headers, timeout=60
+        )
+        assert answer.status_code == 400
+        gateway.session(".a..b-c_")
+        # The owner's requests make sessions by their path.
+        path = name.replace("%", "%25").replace(".", "%2e").replace("\n", "%0a")
+        place = urlsplit(gateway.url)
+        client = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+        client.request("GET", f"/sessions/{path}/v1/models", headers=headers)
+        assert client.getresponse().status in (400, 404)
+        client.close()
+        assert len(gateway.sessions) == 1
+
+
+@pytest.mark.parametrize("step", [-1e6, 1e6])
+def test_a_clock_that_is_set_ends_no_session(
+    fake_engine: Any, path: str, monkeypatch: Any, step: float
+):
+    options = {"key_seconds": 3600, "session_seconds": 3600, "path": path}
+    real = time.time
+    with Gateway(fake_engine, **options) as gateway:
+        session = gateway.session("a")
+        monkeypatch.setattr(time, "time", lambda: real() + step)
+        assert ask(session.url, session.key).status_code == 200
+    monkeypatch.setattr(time, "time", lambda: real() + 7200)
+    with Gateway(fake_engine, **options) as gateway:
+        # It was begun two hours before this one was made.
+        assert ask(gateway.session("a").url, session.key).status_code == 401
+        assert gateway.session("a").age >= 7200
+    born = Session("b")
+    born.began(real() + 1e6)
+    assert 0 <= born.age < 60
+
+
+def is_open(connection: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return not poll.poll(0) or connection.recv(1, socket.MSG_PEEK) != b""
+
+
+@pytest.fixture
+def few_files():
+    """This process may have so few open files that a quarter of them are few."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, before[1]), before[1]))
+    yield 256
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def half(gateway: Gateway) -> socket.socket:
+    place = urlsplit(gateway.url)
+    found = socket.create_connection((place.hostname, place.port))
+    found.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nX: ")
+    return found
+
+
+def test_connections_without_a_key_are_bounded(fake_engine: Any, few_files: int):
+    """The oldest ones make room; a client with a key keeps its connection."""
+    with Gateway(fake_engine) as gateway, ExitStack() as stack:
+        session = gateway.session()
+        known = stack.enter_context(requests.Session())
+        about = {"headers": {"x-api-key": session.key}, "timeout": 60}
+        known.get(f"{session.base_url}/models", **about).raise_for_status()
+        halves = [stack.enter_context(half(gateway)) for _ in range(few_files + 40)]
+        # Each of them was accepted before this one.
+        ask(session.url, session.key).raise_for_status()
+        states = [is_open(each) for each in halves]
+        assert sum(states) <= few_files
+        assert all(states[41:])
+        pools = known.get_adapter("http://").poolmanager.pools
+        (pool,) = (pools.get(key) for key in pools.keys())
+        known.get(f"{session.base_url}/models", **about).raise_for_status()
+        assert pool.num_connections == 1
+
+
+def test_a_connection_without_a_key_has_a_deadline(fake_engine: Any, monkeypatch: Any):
+    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
+    with Gateway(fake_engine) as gateway, ExitStack() as stack:
+        silent = stack.enter_context(half(gateway))
+        silent.settimeout(60)
+        assert silent.recv(1) == b""
+
+
+def test_a_body_has_a_deadline(fake_engine: Any, monkeypatch: Any):
+    monkeypatch.setattr("torchrl_sglang.gateway.routes.content.BODY_SECONDS", 0.2)
+    with Gateway(fake_engine) as gateway:
+        session, place = gateway.session(), urlsplit(gateway.url)
+        client = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
+        client.putrequest("POST", f"{urlsplit(session.base_url).path}/chat/completions")
+        client.putheader("x-api-key", session.key)
+        client.putheader("Content-Length", "1000")
+        client.endheaders(b"{")
+        answer = client.getresponse()
+        assert answer.status == 408
+        assert b"within 0.2 seconds" in answer.read()
+        client.close()

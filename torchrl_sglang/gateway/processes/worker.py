@@ -80,7 +80,8 @@ class SessionWorker(Responder):
     def add(self, told: AddSession) -> None:
         """Serves a session from now on."""
         session = Session(told.name, key=told.key)
-        session.created, session.expires = told.created, told.expires
+        session.began(told.created)
+        session.expires = told.expires
         for row in told.rows:
             session.add(from_row(row, session.turn))
         with self._lock:

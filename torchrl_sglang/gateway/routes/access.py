@@ -8,6 +8,7 @@ from aiohttp import web
 from yarl import URL
 
 from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.connections import STRANGERS
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import find_dialect
 from torchrl_sglang.gateway.routes.content import GONE, NOT_FOUND
@@ -40,6 +41,11 @@ class Access:
         Raises:
             GatewayError: if there is none, or its key does not open it.
         """
+        session = self._session(request)
+        request.app[STRANGERS].know(request)
+        return session
+
+    def _session(self, request: web.Request) -> Session:
         name, key = request.match_info.get("session"), self.key(request)
         owner = self._is_owner(key)
         if name is None:
@@ -67,11 +73,14 @@ class Access:
         """
         name, key = request.match_info["session"], self.key(request)
         if self._is_owner(key):
-            return self._gateway.find(name=name)
-        belongs = self._session_of(key)
-        if belongs is None or belongs.name != name:
-            raise _wrong_key(name, key)
-        return belongs
+            session = self._gateway.find(name=name)
+        else:
+            belongs = self._session_of(key)
+            if belongs is None or belongs.name != name:
+                raise _wrong_key(name, key)
+            session = belongs
+        request.app[STRANGERS].know(request)
+        return session
 
     def check_owner(self, request: web.Request) -> None:
         """Raises :class:`GatewayError` without the gateway's own key."""
@@ -81,6 +90,7 @@ class Access:
                 "Sessions are made with the gateway's own key.",
                 status=401 if key is None else 403,
             )
+        request.app[STRANGERS].know(request)
 
     def check_may_read(self, request: web.Request) -> None:
         """Lets the owner read, and anybody on this machine where sessions are open.
@@ -90,6 +100,7 @@ class Access:
         """
         if self._gateway.open and self.key(request) is None:
             _check_local(request)
+            request.app[STRANGERS].know(request)
         else:
             self.check_owner(request)
 

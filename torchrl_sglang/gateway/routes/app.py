@@ -6,6 +6,7 @@ from functools import partial
 
 from aiohttp import web
 
+from torchrl_sglang.gateway.connections import STRANGERS, Strangers
 from torchrl_sglang.gateway.routes.contract import (
     Elsewhere,
     Recorder,
@@ -29,6 +30,7 @@ def make_app(gateway: Recorder, elsewhere: Elsewhere | None = None) -> web.Appli
     app = web.Application(
         client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
     )
+    app[STRANGERS] = Strangers()
     _add_session_routes(app, routes)
     app.router.add_get("/health", routes.health)
     app.router.add_get("/metrics", routes.metrics)
@@ -55,6 +57,7 @@ def make_session_app(
     app = web.Application(
         client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
     )
+    app[STRANGERS] = Strangers()
     _add_session_routes(app, routes)
     app.router.add_get("/health", routes.health)
     app.router.add_route("*", "/{path:.*}", otherwise)

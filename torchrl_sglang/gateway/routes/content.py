@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -24,16 +25,37 @@ from torchrl_sglang.gateway.policy import PromptTooLongError
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 
 
+BODY_SECONDS = 120.0
+"""Time that a client has for the body of a request."""
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Returns the body of a request.
+
+    Raises:
+        GatewayError: if the client does not send it in time.
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await request.read()
+    except TimeoutError as error:
+        raise GatewayError(
+            f"The body of the request did not arrive within {BODY_SECONDS:g} seconds.",
+            status=408,
+        ) from error
+
+
 async def read_json(request: web.Request) -> dict[str, Any]:
     """Returns the object that a request has.
 
     Raises:
         ConfigurationError: if it has none.
     """
+    body = await read_body(request)
     try:
-        content = msgspec.json.decode(await request.read() or b"{}")
+        content = msgspec.json.decode(body or b"{}")
     except (ValueError, RecursionError) as error:
-        why = _half_character(await request.read()) or str(error)
+        why = _half_character(body) or str(error)
         raise ConfigurationError(f"The request is not JSON: {why}.") from error
     if not isinstance(content, dict):
         raise ConfigurationError("The request must be a JSON object.")
@@ -76,6 +98,7 @@ _KINDS = {
     401: ("authentication_error", "invalid_api_key"),
     403: ("permission_error", None),
     404: ("not_found_error", None),
+    408: ("timeout_error", None),
     410: ("not_found_error", None),
     413: ("request_too_large", None),
     429: ("rate_limit_error", "rate_limit_exceeded"),

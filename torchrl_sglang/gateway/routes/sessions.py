@@ -16,6 +16,7 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.chat.repeated import LatestMessages
 from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.gateway.connections import STRANGERS
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
     Asked,
@@ -36,6 +37,7 @@ from torchrl_sglang.gateway.routes.content import (
     NOT_FOUND,
     failure_of,
     json_response,
+    read_body,
     read_json,
 )
 from torchrl_sglang.gateway.routes.contract import (
@@ -85,12 +87,16 @@ class SessionRoutes:
     ) -> web.StreamResponse:
         """Answers errors in the client's dialect."""
         try:
-            return await handler(request)
+            response = await handler(request)
         except Exception as error:  # noqa: BLE001 - No defect ends a connection silently.
             failure = failure_of(request, error)
             headers = {"x-should-retry": "false"} if failure.status in FINAL else {}
             content = self.access.dialect(request).error(failure)
-            return json_response(content, status=failure.status, headers=headers)
+            response = json_response(content, status=failure.status, headers=headers)
+        if request in request.app[STRANGERS]:
+            # The next request may have a key, on another connection.
+            response.force_close()
+        return response
 
     @property
     def dialects(self) -> Sequence[Dialect]:
@@ -175,7 +181,7 @@ class SessionRoutes:
         """Answers with responses, whole or as a stream."""
         session = self.access.session(request)
         parsed = await self._read(endpoint, request, session)
-        content = request.path.encode() + await request.read()
+        content = request.path.encode() + await read_body(request)
         digest = digest_of(request.headers, content)
         assert endpoint.write is not None
         info = AnswerInfo(

@@ -1,0 +1,122 @@
+"""Bounds of connections whose clients have not shown a key."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from typing import Any
+
+from aiohttp import web
+from torchrl._utils import logger as torchrl_logger
+
+HEADER_SECONDS = 30.0
+"""Time that a new connection has for the headers of a request with a key."""
+
+MOST_STRANGERS = 256
+"""Most connections without a key; the oldest one makes room for a new one."""
+
+SHARE_OF_FILES = 0.25
+"""Share of the process's open files that connections without a key may be: the trainer
+needs files, too."""
+
+_NO_FILES = "socket.accept() out of system resource"
+"""Message of asyncio for a connection that is not accepted, once a second."""
+
+
+class Strangers:
+    """Connections whose clients have not shown a key. Used from one event loop only."""
+
+    def __init__(self) -> None:
+        # Time at which each was accepted.
+        self._accepted: dict[web.RequestHandler[Any], float] = {}
+
+    def accept(self, server: web.Server[Any]) -> web.RequestHandler[Any]:
+        """Returns the protocol of a new connection."""
+        loop = asyncio.get_running_loop()
+        connection = server()
+        self._accepted[connection] = loop.time()
+        loop.call_later(HEADER_SECONDS, self._close, connection)
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = min(MOST_STRANGERS, int(files * SHARE_OF_FILES))
+        if len(self._accepted) > most:
+            self._make_room(loop.time(), most)
+        return connection
+
+    def know(self, request: web.Request) -> None:
+        """Removes a connection, whose client has a key or may do without."""
+        self._accepted.pop(request.protocol, None)
+
+    def __contains__(self, request: web.Request) -> bool:
+        return request.protocol in self._accepted
+
+    def _make_room(self, now: float, most: int) -> None:
+        for connection, accepted in list(self._accepted.items()):
+            # One that was accepted just now has no transport yet.
+            if connection.transport is None and now - accepted > 1:
+                del self._accepted[connection]
+        for connection in list(self._accepted)[: max(len(self._accepted) - most, 0)]:
+            if connection.transport is not None:
+                del self._accepted[connection]
+                connection.force_close()
+
+    def _close(self, connection: web.RequestHandler[Any]) -> None:
+        """Closes a connection that is still a stranger's."""
+        if self._accepted.pop(connection, None) is not None:
+            connection.force_close()
+
+
+STRANGERS = web.AppKey("strangers", Strangers)
+"""Key of an application's strangers."""
+
+
+class BoundedSite(web.BaseSite):
+    """Listens, and has an application's strangers bounded.
+
+    Args:
+        runner: of the application.
+        host: address to listen on.
+        port: 0 for a free one.
+        strangers: of the application.
+    """
+
+    def __init__(
+        self, runner: web.AppRunner, host: str, port: int, strangers: Strangers
+    ) -> None:
+        super().__init__(runner)
+        self._address, self._strangers = (host, port), strangers
+
+    @property
+    def name(self) -> str:
+        """URL of the site."""
+        host, port = self._address
+        return f"http://{host}:{port}"
+
+    async def start(self) -> None:
+        """Listens from now on."""
+        await super().start()
+        loop, server = asyncio.get_running_loop(), self._runner.server
+        assert server is not None
+        self._server = await loop.create_server(
+            lambda: self._strangers.accept(server), *self._address, backlog=128
+        )
+
+
+class LoopErrors:
+    """Handles errors of an event loop: a lack of files is logged once."""
+
+    def __init__(self) -> None:
+        self._has_logged = False
+
+    def __call__(
+        self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
+    ) -> None:
+        """Handles an error, as ``loop.set_exception_handler`` has it."""
+        if context.get("message") != _NO_FILES:
+            loop.default_exception_handler(context)
+        elif not self._has_logged:
+            self._has_logged = True
+            torchrl_logger.warning(
+                "The gateway cannot accept connections: this process has as many open "
+                "files as it may have. `ulimit -n` raises that number. Clients wait "
+                "meanwhile; this is logged once."
+            )
