@@ -20,6 +20,7 @@ REQUIREMENTS = ROOT / "test/agents/requirements"
 GUIDE = ROOT / "docs/source/guides/agent_frameworks.rst"
 PACKAGES = {
     "Claude Code": ["@anthropic-ai/claude-code"],
+    "Claude Agent SDK": ["claude-agent-sdk"],
     "Codex": ["@openai/codex"],
     "AI SDK": ["ai"],
     "LangGraph, LangChain": ["langgraph", "langchain"],

@@ -178,6 +178,30 @@ def edit(old, new):
     )
 
 
+CLAUDE_CODE = Program(
+    file="claude_code.py",
+    environment="claude_code",
+    errors={
+        "overflow": "PromptTooLongError",
+        "limit": "ClaudeCodeError",
+        "timeout": "ClaudeCodeError",
+    },
+    instead={
+        **coding("Bash", "command", description="Look"),
+        # It waits five minutes for more of a stream, so that the gateway's time-out
+        # is first, and then asks again without a stream.
+        "timeout": replace(
+            SCENARIOS["timeout"],
+            script=[*SCENARIOS["timeout"].script, Reply(hangs=True)],
+            gateway={"request_timeout": CLIENT_TIMEOUT},
+        ),
+        "retry": replace(
+            SCENARIOS["retry"], gateway={"request_timeout": CLIENT_TIMEOUT}
+        ),
+    },
+)
+
+
 PROGRAMS = {
     "openai": Program(file="openai_sdk.py", environment="", errors=OPENAI),
     "anthropic": Program(file="anthropic_sdk.py", environment="", errors=OPENAI),
@@ -382,27 +406,9 @@ PROGRAMS = {
         errors=AI_SDK,
         without={"retry": "Its time-out is one of all attempts."},
     ),
-    "claude-code": Program(
-        file="claude_code.py",
-        environment="claude_code",
-        errors={
-            "overflow": "PromptTooLongError",
-            "limit": "ClaudeCodeError",
-            "timeout": "ClaudeCodeError",
-        },
-        instead={
-            **coding("Bash", "command", description="Look"),
-            # It waits five minutes for more of a stream, so that the gateway's time-out
-            # is first, and then asks again without a stream.
-            "timeout": replace(
-                SCENARIOS["timeout"],
-                script=[*SCENARIOS["timeout"].script, Reply(hangs=True)],
-                gateway={"request_timeout": CLIENT_TIMEOUT},
-            ),
-            "retry": replace(
-                SCENARIOS["retry"], gateway={"request_timeout": CLIENT_TIMEOUT}
-            ),
-        },
+    "claude-code": CLAUDE_CODE,
+    "claude-agent-sdk": replace(
+        CLAUDE_CODE, environment="claude_agent_sdk", variant="sdk"
     ),
     "codex": Program(
         file="codex.py",

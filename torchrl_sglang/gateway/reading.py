@@ -19,7 +19,7 @@ ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
 
 _NAME = re.compile(r"[!-~]+")
 
-MOST_STOPS, MOST_STOP_CHARACTERS = 64, 1_024
+MOST_STOPS, MOST_STOP_CHARACTERS = 32, 1_024
 """Most stop strings of a request, and characters of each: a server's scheduler looks
 for all of them after each token, and all other requests wait."""
 

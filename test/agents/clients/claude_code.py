@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from common import Job, serve
 
 PROGRAM = Path(__file__).parents[3] / ".agents/claude_code/node_modules/.bin/claude"
+if sys.argv[1:] == ["sdk"]:
+    # The one in Anthropic's SDK for Python is newer.
+    import claude_agent_sdk
+
+    PROGRAM = Path(claude_agent_sdk.__file__).parent / "_bundled/claude"
 CALLS = "calls"
 """File that the model's commands append to."""
 SCHEMA = {
