@@ -28,9 +28,9 @@ class Strangers:
 
     def __init__(self) -> None:
         # Time at which each was accepted.
-        self._accepted: dict[web.RequestHandler[Any], float] = {}
+        self._accepted: dict[web.RequestHandler, float] = {}
 
-    def accept(self, server: web.Server[Any]) -> web.RequestHandler[Any]:
+    def accept(self, server: web.Server) -> web.RequestHandler:
         """Returns the protocol of a new connection."""
         loop = asyncio.get_running_loop()
         connection = server()
@@ -59,7 +59,7 @@ class Strangers:
                 del self._accepted[connection]
                 connection.force_close()
 
-    def _close(self, connection: web.RequestHandler[Any]) -> None:
+    def _close(self, connection: web.RequestHandler) -> None:
         """Closes a connection that is still a stranger's."""
         if self._accepted.pop(connection, None) is not None:
             connection.force_close()

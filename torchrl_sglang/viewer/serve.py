@@ -133,6 +133,8 @@ _GROUP = re.compile(r"/group/(\d+)/([^/]+)")
 class _PageHandler(BaseHTTPRequestHandler):
     server: ViewerServer
     protocol_version = "HTTP/1.1"
+    # Each connection has a thread.
+    timeout = 60.0
     # What follows a header is sent at once.
     disable_nagle_algorithm = True
 
