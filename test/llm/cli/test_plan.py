@@ -488,7 +488,6 @@ def test_a_server_has_the_fewest_gpus_that_hold_a_batch(place):
     held = {a.tp_size: a.sequences for a in each if isinstance(a, Arrangement)}
     enough = [size for size, count in held.items() if count >= work.responses]
     assert found.tp_size == (enough[0] if enough else max(held, key=held.get))
-    assert found.sequences > min(held.values())
 
 
 def test_a_batch_that_few_ranks_can_share(capsys):
