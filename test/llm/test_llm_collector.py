@@ -123,7 +123,10 @@ def describe(value: Any) -> Any:
     inner = vars(value) if is_tensor_collection(value) else {}
     if "_non_tensordict" in inner:
         others = {
-            name: describe(other) for name, other in inner["_non_tensordict"].items()
+            name: describe(other)
+            for name, other in inner["_non_tensordict"].items()
+            # A field that is None is there, or not, by the release of tensordict.
+            if other is not None
         }
         return type(value), describe(inner["_tensordict"]), others
     if isinstance(value, LazyStackedTensorDict):
