@@ -87,14 +87,23 @@ def make_case(seed: int, *, mismatch: float = 0.6, unknown: float = 0.0) -> Case
 
 
 def make_batch(case: Case, layout: str) -> TensorDictBase:
-    """Returns a case as TorchRL has it: ``"ragged"``, ``"padded"`` or ``"nested"``."""
+    """Returns a case as TorchRL has it.
+
+    Args:
+        case: the rows.
+        layout: ``"ragged"``, ``"padded"``, ``"nested"``, or ``"ragged inside"``: a
+            dense batch of lazy stacks.
+    """
     rows = [_row(row) for row in case.rows]
+    ragged = lazy_stack([TensorDict(row) for row in rows])
     if layout == "ragged":
-        return lazy_stack([TensorDict(row) for row in rows])
+        return ragged
     stacked = {
         name: _padded([row[name] for row in rows], case.width)
         for name in ("tokens", "masks", "log_probs", "train_log_probs")
     }
+    if layout == "ragged inside":
+        stacked = {name: ragged.get(name) for name in stacked}
     if layout == "nested":
         for name in ("log_probs", "train_log_probs"):
             leaves = [row[name].full for row in rows]

@@ -7,11 +7,10 @@ TorchRL's losses read them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import LazyStackedTensorDict, NestedKey, TensorDictBase
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -49,6 +48,15 @@ def read(batch: TensorDictBase, key: NestedKey, padding_value: Any) -> Tensor | 
             padding_side="left",
         )
     return value
+
+
+def rows_of(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
+    """Returns the column of each row, not padded; None if a row lacks it."""
+    if not isinstance(batch, LazyStackedTensorDict) and key not in batch.keys(True):
+        return None
+    rows = batch.unbind(0) if batch.batch_dims else (batch,)
+    found = [row.get(key, None) for row in rows]
+    return None if any(each is None for each in found) else found
 
 
 def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
@@ -93,13 +101,8 @@ def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
 
 def row_lengths(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
     """Returns the length of each row of a column, ``(B,)``; None if it is missing."""
-    value = batch.get(key, None, as_list=True)
-    if value is None:
-        return None
-    if isinstance(value, Tensor) and not value.is_nested:
-        return torch.full((value.shape[0],), value.shape[1])
-    rows: Sequence[Tensor] = value.unbind() if isinstance(value, Tensor) else value
-    return torch.tensor([row.shape[0] for row in rows])
+    rows = rows_of(batch, key)
+    return None if rows is None else torch.tensor([row.shape[0] for row in rows])
 
 
 def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> Tensor:
@@ -184,10 +187,22 @@ def write_rows(batch: TensorDictBase, key: NestedKey, values: Tensor) -> None:
 
     A nested tensor becomes rectangular: TorchRL's losses take none.
     """
-    present = batch.get(key, as_list=True)
-    if isinstance(present, Tensor):
+    if not _is_ragged(batch, key):
         batch.set(key, values)
         return
-    width = values.shape[1]
-    rows = [row[width - len(old) :] for row, old in zip(values, present, strict=True)]
+    lengths, width = row_lengths(batch, key), values.shape[1]
+    assert lengths is not None
+    rows = [
+        row[width - length :]
+        for row, length in zip(values, lengths.tolist(), strict=True)
+    ]
     batch.set(key, torch.nested.as_nested_tensor(rows, layout=torch.jagged))
+
+
+def _is_ragged(batch: TensorDictBase, key: NestedKey) -> bool:
+    """Whether a lazy stack, or one in the batch, has rows of different lengths."""
+    try:
+        return not isinstance(batch.get(key), Tensor)
+    except RuntimeError:
+        # TensorDict's: they cannot be stacked.
+        return True

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS
+from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS, rows_of
 from torchrl_sglang.objectives.routers import Choose, Router, find_routers, sizes_of
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 
@@ -79,7 +79,13 @@ class RoutingReplay:
         Of all tokens and layers of forward passes since :meth:`reset`; reading it waits
         for the device.
         """
-        return float(self._differing) / max(float(self._chosen), 1.0)
+        differing, chosen = self.counts
+        return differing / max(chosen, 1.0)
+
+    @property
+    def counts(self) -> tuple[float, float]:
+        """Choices that differ, and all of them, as for :attr:`flipped`."""
+        return float(self._differing), float(self._chosen)
 
     @contextmanager
     def using(
@@ -333,7 +339,7 @@ def _replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
 
 def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
     """Returns the experts of a batch's tokens, and these tokens."""
-    experts = batch.get(key, None, as_list=True)
+    experts = rows_of(batch, key)
     if experts is None:
         rows = batch.unbind(0) if batch.batch_dims else (batch,)
         lacking = sum(row.get(key, None) is None for row in rows)
@@ -344,8 +350,9 @@ def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
             f"with token_columns=['routed_experts'] of the wrapper or the gateway, and "
             f"start the servers with enable_return_routed_experts=True."
         )
-    tokens = batch.get(TOKENS, as_list=True)
-    masks = batch.get(ATTENTION_MASK, None, as_list=True)
+    tokens, masks = rows_of(batch, TOKENS), rows_of(batch, ATTENTION_MASK)
+    if tokens is None:
+        raise ConfigurationError(f"The batch has no {TOKENS!r}, which experts are of.")
     masks = [torch.ones_like(each) for each in tokens] if masks is None else masks
     rows = list(zip(experts, tokens, masks, strict=True))
     for each, ids, _ in rows:

@@ -18,7 +18,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import TOKENS, read
+from torchrl_sglang.objectives.columns import TOKENS, read, rows_of
 from torchrl_sglang.requests.token_columns import SAMPLING_SUPPORT
 
 SUPPORT = (SAMPLING_SUPPORT, "full")
@@ -130,7 +130,11 @@ def read_sampling(batch: TensorDictBase) -> Drawn | None:
     counts = read(batch, COUNTS, padding_value=0)
     if temperatures is None or counts is None or _are_neutral(temperatures, counts):
         return None
-    rows = batch.get(SUPPORT, as_list=True)
+    rows = rows_of(batch, SUPPORT)
+    if rows is None:
+        raise ConfigurationError(
+            f"The batch has {COUNTS!r} and no {SUPPORT!r}, the ids that these count."
+        )
     sizes = counts.sum(-1).tolist()
     supports = [_trim(row, size) for row, size in zip(rows, sizes, strict=True)]
     return Drawn(
@@ -192,8 +196,7 @@ def warn_of_sampling(batch: TensorDictBase) -> None:
     if _told:
         return
     batch = _completed(batch)
-    temperatures = batch.get(TEMPERATURES, None, as_list=True)
-    counts = batch.get(COUNTS, None, as_list=True)
+    temperatures, counts = rows_of(batch, TEMPERATURES), rows_of(batch, COUNTS)
     found = {
         "a temperature": _any(temperatures, lambda row: row != 1),
         "top-k, top-p or min-p": _any(counts, lambda row: row > 0),

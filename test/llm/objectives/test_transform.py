@@ -16,6 +16,7 @@ from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from torchrl_sglang import (
+    CorrectedGRPOLoss,
     OffPolicyCorrection,
     RolloutCorrectionConfig,
     SGLangWrapper,
@@ -28,6 +29,41 @@ def full(batch, key: str = "log_probs") -> torch.Tensor:
     return batch.get(
         (key, "full"), as_padded_tensor=True, padding_side="left", padding_value=0.0
     )
+
+
+@pytest.mark.parametrize("layout", ["ragged", "ragged inside", "padded", "nested"])
+@pytest.mark.parametrize("release", ["present", "0.17"])
+def test_columns_do_not_depend_on_the_release_of_tensordict(
+    monkeypatch, release, layout
+):
+    """From 0.17 on, a dense batch gives a list where it is asked for one."""
+    case, get = make_case(2), TensorDict.get
+    expected = OffPolicyCorrection("decoupled_token_is", masking_strategy="rlhf")(
+        make_batch(case, "ragged")
+    )
+
+    def get_list(self, key, *args, as_list=False, **kwargs):
+        value = get(self, key, *args, as_list=as_list, **kwargs)
+        is_dense = as_list and isinstance(value, torch.Tensor)
+        return list(value.unbind(0)) if is_dense else value
+
+    if release == "0.17":
+        monkeypatch.setattr(TensorDict, "get", get_list)
+    correct = OffPolicyCorrection("decoupled_token_is", masking_strategy="rlhf")
+    batch = correct(make_batch(case, layout))
+    lengths = [len(row.prompt) + len(row.tokens) for row in case.rows]
+    for row, length, old in zip(
+        batch.unbind(0), lengths, expected.unbind(0), strict=True
+    ):
+        found = row["log_probs", "full"]
+        width = length if layout.startswith("ragged") else case.width
+        assert found.shape == (width,)
+        torch.testing.assert_close(
+            found[-length:], old["log_probs", "full"], equal_nan=True
+        )
+    assert not getattr(batch["advantage"], "is_nested", False)
+    loss = CorrectedGRPOLoss(TableActor(case.logits), masking_strategy="rlhf")
+    assert loss(batch).loss_objective.isfinite()
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "nested"])
