@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.support.checks import check_count, nearest, refuse_unknown
 
 REWARD = ("next", "reward")
@@ -83,7 +83,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 def row_rewards(rows: TensorDictBase) -> Tensor:
     """Returns the sum of each row's rewards ``(B,)``: of one, or one for each token."""
-    return torch.stack([each.double().sum() for each in rows.get(REWARD, as_list=True)])
+    return torch.stack([row[REWARD].double().sum() for row in rows.unbind(0)])
 
 
 def conversation_returns(
@@ -126,6 +126,8 @@ class GroupAdvantage:
     Raises:
         ConfigurationError: if an argument is none of these, or, when called, a batch
             does not consist of whole groups.
+        NotFiniteError: when called, if a function makes NaN or infinite advantages of
+            finite returns. Those of returns that are not finite are left to the loss.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -180,5 +182,15 @@ class GroupAdvantage:
                 f"{tuple(returns.shape)} and returned {found!r:.200}; it must return "
                 f"a tensor of the same shape."
             )
-        of_rows = found.flatten()[conversation].float()
+        found = found.float()
+        wrong = ~found.isfinite().all(-1)
+        if wrong.any() and returns.isfinite().all():
+            group = int(wrong.nonzero()[0])
+            raise NotFiniteError(
+                f"The advantage function returned {found[group].tolist()} for the "
+                f"returns {returns[group].tolist()} of a group; it must return finite "
+                f"numbers, also where all returns are equal: add a small number to a "
+                f"deviation that it divides by."
+            )
+        of_rows = found.flatten()[conversation]
         return batch.set("advantage", of_rows.view(-1, 1, 1))

@@ -8,7 +8,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import GroupAdvantage
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import ADVANTAGES
 
 SIZE = 4
@@ -90,6 +90,26 @@ def test_a_function():
     assert found["advantage"].flatten().tolist() == [-1, -2, -3, -4]
     with pytest.raises(ConfigurationError, match="must return a tensor of the same"):
         GroupAdvantage(SIZE, lambda returns: returns[0])(batch_of([1, 2, 3, 4]))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda returns: (
+            (returns - returns.mean(-1, keepdim=True)) / returns.std(-1, keepdim=True)
+        ),
+        lambda returns: (returns - returns.mean()) / returns.std(-1, keepdim=True),
+        lambda returns: returns * 1e300,
+    ],
+    ids=["0/0", "1/0", "too large for float32"],
+)
+def test_a_function_that_divides_by_zero(function):
+    """It is found where it is computed; a reward that is NaN is not its fault."""
+    batch = batch_of([1.0, 2.0, 3.0, 4.0, 0.5, 0.5, 0.5, 0.5])
+    with pytest.raises(NotFiniteError, match=r"function returned .*(nan|inf).*returns"):
+        GroupAdvantage(SIZE, function)(batch)
+    batch[0]["next", "reward"].fill_(torch.nan)
+    assert "advantage" in GroupAdvantage(SIZE, function)(batch).keys()
 
 
 def test_what_is_refused():
