@@ -41,9 +41,10 @@ def to_line(record: Mapping[str, Any]) -> bytes:
         return msgspec.json.encode(record, enc_hook=str) + b"\n"
     except (TypeError, ValueError):
         # Other keys than texts, half of a character, a number of more than 64 bits.
-        text = json.dumps(
-            record, ensure_ascii=False, separators=(",", ":"), default=_to_text
-        )
+        text = json.dumps(record, default=_to_text)
+        # As msgspec, which writes null for NaN.
+        finite = json.loads(text, parse_constant=lambda _: None)
+        text = json.dumps(finite, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "replace") + b"\n"
 
 

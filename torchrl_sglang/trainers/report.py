@@ -141,7 +141,7 @@ def describe(
     lengths = [count_written(row) for row in rows]
     ages = [
         policy_version - each[each >= 0].float()
-        for each in batch.get(POLICY_VERSIONS, as_list=True)
+        for each in (row[POLICY_VERSIONS] for row in rows)
     ]
     age = torch.cat(ages) if ages else torch.zeros(1)
     age = age if len(age) else torch.zeros(1)
@@ -315,7 +315,8 @@ def status_of(step: int, phase: str, seconds: float, stats: Mapping[str, Any]) -
 class Rollouts:
     """Writes the responses of each step to a JSON-lines file.
 
-    A row is one of :func:`.rows_of`.
+    A row is one of :func:`.rows_of`, with null in place of a number that is NaN or
+    infinite, which JSON has none of.
 
     Args:
         path: of the file; appended to.
@@ -331,8 +332,7 @@ class Rollouts:
 
     def write(self, step: int, batch: TensorDictBase, query_key: str) -> None:
         """Writes the rows of a batch with advantages."""
-        rows = rows_of(step, batch, query_key)
-        lines = [f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows]
+        lines = [_line(row) for row in rows_of(step, batch, query_key)]
         try:
             self._file.writelines(lines)
             self._file.flush()
@@ -346,6 +346,12 @@ class Rollouts:
         """Closes the file, of which each step was written out."""
         with suppress(OSError):
             self._file.close()
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSON; a number that is not finite is null."""
+    finite = json.loads(json.dumps(row), parse_constant=lambda _: None)
+    return json.dumps(finite, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def sample_of(batch: TensorDictBase, query_key: str) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_sglang.errors import CheckpointError
 from torchrl_sglang.objectives.advantages import REWARD
@@ -45,6 +47,28 @@ def test_rollouts_on_a_disk_without_room():
     with pytest.raises(CheckpointError, match="/dev/full cannot be written.*Make room"):
         rollouts.write(1, batch, "query")
     rollouts.close()
+
+
+def refuse(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_rollouts_are_json(tmp_path, value):
+    """A number that is not finite has no form in JSON; a half of a character has."""
+    rollouts = Rollouts(tmp_path / "rollouts.jsonl")
+    columns = {
+        REWARD: torch.full((1, 1, 1), value),
+        "advantage": torch.full((1, 1, 1), value),
+        ("tokens", "response"): torch.zeros(1, 3),
+    }
+    batch = TensorDict(columns, batch_size=1).set("query", NonTensorData("a\ud800b"))
+    rollouts.write(1, batch, "query")
+    rollouts.close()
+    (line,) = (tmp_path / "rollouts.jsonl").read_text().splitlines()
+    row = json.loads(line, parse_constant=refuse)
+    assert row["reward"] is row["advantage"] is None
+    assert row["tokens"] == 3
 
 
 def row_of_agent(written, between, *, cut=None, reward=(1.0,)):
