@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives import formulas
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig
 from torchrl_sglang.objectives.metrics import (
-    dropped_metrics,
-    mismatch_metrics,
-    rejection_metrics,
-    weight_metrics,
+    dropped_statistics,
+    mismatch_statistics,
+    rejection_statistics,
+    weight_statistics,
 )
+from torchrl_sglang.objectives.parts import LossRanks
+from torchrl_sglang.objectives.statistics import Statistic, of_all_ranks, share
 
 PREFIX = "rollout_corr/"
 """Prefix of verl's names of metrics."""
+
+WEIGHT_MEAN = f"{PREFIX}rollout_is_batch_norm_factor"
+"""Metric by which weights are divided with ``rollout_is_batch_normalize``."""
 
 NOT_SCORED = (
     "The batch has no token whose log-probs are known, although the policy wrote some, "
@@ -55,11 +61,19 @@ class Corrected:
     old: Tensor
     """Log-probs of the old policy, which the loss's ratio is to."""
     weights: Tensor
-    """Non-negative factor of the advantage."""
+    """Non-negative factor of the advantage, before it is divided by its mean."""
     keep: Tensor
     """bool: the tokens that stay in the loss and in its denominator."""
-    metrics: dict[str, Tensor]
-    """verl's name -> scalar."""
+    kept: Statistic
+    """Share of the sequences of which a token stays."""
+    statistics: dict[str, Statistic]
+    """verl's name -> metric."""
+
+    def of_all_ranks(self, ranks: LossRanks) -> Corrected:
+        """Returns this rank's tokens, with the means of the batch of all ranks."""
+        kept, *found = of_all_ranks([self.kept, *self.statistics.values()], ranks)
+        named = dict(zip(self.statistics, found, strict=True))
+        return replace(self, kept=kept, statistics=named)
 
 
 def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
@@ -98,9 +112,9 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
     # In decoupled mode, an approximated old policy stands for the trainer's.
     compared = old if config.proximal == "interpolated" else train
     log_ratio = compared - rollout
-    metrics = {**dropped_metrics("unknown", known, sampled.mask)}
+    metrics = dropped_statistics("unknown", known, sampled.mask)
     if sampled.train is not None:
-        metrics |= mismatch_metrics(compared, rollout, known)
+        metrics |= mismatch_statistics(compared, rollout, known)
     weights, found = _weights(config, log_ratio, known)
     metrics |= found
     keep, found = _keep(config, sampled, log_ratio, known)
@@ -110,14 +124,15 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
             compared, rollout, sampled.advantage, known, config.dppo_bounds
         )
         weights = torch.where(inside, weights, 0)
-        metrics |= dropped_metrics("dppo", inside, known)
+        metrics |= dropped_statistics("dppo", inside, known)
     if config.rejected == "zeroed":
         weights, keep = torch.where(keep, weights, 0), known
     return Corrected(
         old=old,
         weights=torch.where(keep, weights, 0),
         keep=keep,
-        metrics={PREFIX + name: value for name, value in metrics.items()},
+        kept=share(keep.any(-1), torch.ones_like(keep[:, 0])),
+        statistics={PREFIX + name: each for name, each in metrics.items()},
     )
 
 
@@ -141,17 +156,21 @@ def scale_advantage(
         ...     old=torch.zeros(2, 2),
         ...     weights=torch.tensor([[1.0, 0.5], [0.0, 0.0]]),
         ...     keep=keep,
-        ...     metrics={},
+        ...     kept=share(keep.any(-1), torch.tensor([True, True])),
+        ...     statistics={},
         ... )
         >>> scale_advantage(torch.ones(2, 1), corrected, "token_mean").tolist()
         [[1.0, 0.5], [0.0, 0.0]]
         >>> scale_advantage(torch.ones(2, 1), corrected, "prompt_mean").tolist()
         [[2.0, 1.0], [0.0, 0.0]]
     """
-    keep = corrected.keep
-    scaled = torch.where(keep, advantage * corrected.weights, 0)
+    scaled = torch.where(corrected.keep, advantage * corrected.weights, 0)
+    mean = corrected.statistics.get(WEIGHT_MEAN)
+    if mean is not None:
+        scaled = formulas.divide_by_mean(scaled, mean.value)
     if aggregation == "prompt_mean":
-        return scaled * keep.shape[0] / keep.any(-1).sum().clamp_min(1)
+        total, count = corrected.kept.terms.to(scaled.dtype)
+        scaled = scaled * count / total.clamp_min(1)
     return scaled
 
 
@@ -197,8 +216,8 @@ def _check_count(sampled: Sampled) -> None:
         )
 
 
-def check_scored(sampled: Sampled) -> None:
-    """Refuses a batch whose log-probs nobody has computed.
+def check_scored(sampled: Sampled, ranks: LossRanks) -> None:
+    """Refuses a batch whose log-probs nobody has computed, on all ranks that share it.
 
     A batch in which every token was masked, as what is too old by
     ``on_stale="mask"``, is none of these: it has nothing to train on.
@@ -208,12 +227,13 @@ def check_scored(sampled: Sampled) -> None:
     """
     written = sampled.mask if sampled.written is None else sampled.written
     written = written & sampled.mask
-    scored = ~sampled.rollout.isnan()
-    if written.any() and not (written & scored).any():
+    scored = written & ~sampled.rollout.isnan()
+    train = scored if sampled.train is None else scored & ~sampled.train.isnan()
+    flags = torch.stack([each.any() for each in (written, scored, train)]).long()
+    has_written, has_scored, has_train = ranks.reduce(flags, dist.ReduceOp.MAX).tolist()
+    if has_written and not has_scored:
         raise ConfigurationError(NOT_SCORED)
-    scored = written & scored
-    train = sampled.train
-    if train is not None and scored.any() and train[scored].isnan().all():
+    if has_scored and not has_train:
         raise ConfigurationError(
             "Every log-prob of the trainer is NaN: its weights are not finite, or its "
             "log-probs were not computed; go back to the last checkpoint that was good."
@@ -245,7 +265,7 @@ def _old_policy(
 
 def _weights(
     config: RolloutCorrectionConfig, log_ratio: Tensor, known: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Statistic]]:
     """Returns the importance weights that are applied, and their metrics."""
     ones = known.to(log_ratio.dtype)
     level = config.rollout_is
@@ -254,36 +274,35 @@ def _weights(
     lower, upper = config.weight_bounds
     raw = formulas.importance_weights(log_ratio, known, level)
     weights = formulas.truncate(raw, upper, lower)
-    metrics = weight_metrics(raw, weights, known, level, (lower, upper))
+    metrics = weight_statistics(raw, weights, known, level, (lower, upper))
     if config.rollout_is_batch_normalize:
-        mean = formulas.weights_mean(weights, known, level)
-        metrics["rollout_is_batch_norm_factor"] = mean
-        weights = formulas.normalize_weights(weights, known, level)
+        mean = "rollout_is_seq_mean" if level == "sequence" else "rollout_is_mean"
+        metrics[WEIGHT_MEAN.removeprefix(PREFIX)] = metrics[mean]
     return (weights if config.applies_weights else ones), metrics
 
 
 def _keep(
     config: RolloutCorrectionConfig, sampled: Sampled, log_ratio: Tensor, known: Tensor
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Statistic]]:
     """Returns the tokens that no criterion drops, and the criteria's metrics."""
-    keep, metrics = known, dict[str, Tensor]()
+    keep, metrics = known, dict[str, Statistic]()
     for rejection in config.rejections:
         kept = formulas.rejection_mask(
             log_ratio, known, rejection.aggregate, rejection.estimator, rejection.bounds
         )
-        metrics |= rejection_metrics(rejection, log_ratio, kept, known)
+        metrics |= rejection_statistics(rejection, log_ratio, kept, known)
         keep = keep & kept
     if config.rejections:
-        metrics |= dropped_metrics("rollout_rs", keep, known)
+        metrics |= dropped_statistics("rollout_rs", keep, known)
     if config.veto_threshold is not None:
         kept = formulas.veto_mask(log_ratio, known, config.veto_threshold)
-        metrics |= dropped_metrics("veto", kept, known)
+        metrics |= dropped_statistics("veto", kept, known)
         keep = keep & kept
     if config.max_staleness is not None:
         assert sampled.versions is not None
         assert sampled.version is not None
         oldest = sampled.version - config.max_staleness
         kept = formulas.staleness_mask(sampled.versions, known, oldest)
-        metrics |= dropped_metrics("stale", kept, known)
+        metrics |= dropped_statistics("stale", kept, known)
         keep = keep & kept
     return keep, metrics

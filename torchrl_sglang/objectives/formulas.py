@@ -143,15 +143,16 @@ def normalize_weights(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
         >>> normalize_weights(weights, mask, "token")[:, 0]
         tensor([0.6667, 2.0000])
     """
-    mean = weights_mean(weights, mask, level)
-    return torch.where(mean > 1e-8, weights / mean.clamp_min(1e-8), weights)
-
-
-def weights_mean(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Mean of weights over tokens, or over sequences that have tokens."""
     if level == "sequence":
-        return masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
-    return masked_mean(weights, mask)
+        mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
+    else:
+        mean = masked_mean(weights, mask)
+    return divide_by_mean(weights, mean)
+
+
+def divide_by_mean(weights: Tensor, mean: Tensor) -> Tensor:
+    """Divides weights by their mean, unless it is below 1e-8."""
+    return torch.where(mean > 1e-8, weights / mean.clamp_min(1e-8), weights)
 
 
 def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,9 +46,17 @@ from torchrl_sglang.objectives.packing import (
     packed_terms,
     prepare_packing,
 )
-from torchrl_sglang.objectives.parts import LossRanks, Means, own_gradients
+from torchrl_sglang.objectives.parts import LossRanks, own_gradients
 from torchrl_sglang.objectives.routing import replaying
 from torchrl_sglang.objectives.sampling import padded_terms
+from torchrl_sglang.objectives.statistics import (
+    Statistic,
+    add_up,
+    moments,
+    of_all_ranks,
+    values_of,
+    weighted_mean,
+)
 from torchrl_sglang.objectives.support import (
     Drawn,
     read_sampling,
@@ -55,6 +64,9 @@ from torchrl_sglang.objectives.support import (
     warn_of_sampling,
 )
 from torchrl_sglang.support.checks import check_keywords
+
+_LARGEST_LOG_WEIGHT = 300.0
+"""Largest log-ratio that counts for the effective sample size, in float64."""
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
@@ -190,9 +202,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             getattr(self.actor_network, "model", None), packing, other
         )
         """Why batches are padded; empty if they are packed."""
-        self._correction_metrics: dict[str, Tensor] = {}
-        # Of the last forward pass: tokens of the loss, before and after the correction.
-        self._tokens: Tensor | None = None
+        # Of the last batch, or the last forward pass.
+        self._correction_statistics: dict[str, Statistic] = {}
+        self._sample_size: dict[str, Statistic] = {}
+        # Of the last forward pass: tokens of the loss, after the correction.
         self._mask: Tensor | None = None
         # Of the last forward pass: whether tokens were written, and have log-probs.
         self._scored: tuple[Tensor, Tensor] | None = None
@@ -225,9 +238,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def correction_metrics(self) -> dict[str, float]:
         """Verl's metrics of the last batch; reading them waits for the device.
 
-        After :meth:`accumulate` they are the means of its parts, by their tokens.
+        After :meth:`accumulate` they are those of all its parts, on all ranks.
         """
-        return {name: value.item() for name, value in self._correction_metrics.items()}
+        found = values_of(self._correction_statistics)
+        return {name: value.item() for name, value in found.items()}
 
     def forward(self, tensordict: TensorDictBase) -> Any:
         """Returns the losses and metrics of a batch, in TorchRL's class of outputs.
@@ -246,12 +260,16 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
 
     def _forward(self, tensordict: TensorDictBase) -> Any:
         batch = tensordict.copy()
-        advantage = read(batch, self.tensor_keys.advantage, padding_value=0.0)
-        if advantage is None or self.tensor_keys.action not in batch.keys(True):
+        keys, present = self.tensor_keys, batch.keys(True)
+        advantage = read(batch, keys.advantage, padding_value=0.0)
+        if advantage is None or keys.action not in present:
             raise ConfigurationError(
-                f"The batch lacks {self.tensor_keys.advantage!r} or "
-                f"{self.tensor_keys.action!r}; compute the advantage first, for "
-                f"instance with MCAdvantage."
+                f"The batch lacks {keys.advantage!r} or {keys.action!r}; compute the "
+                f"advantage first, for instance with MCAdvantage."
+            )
+        if keys.sample_log_prob not in present:
+            raise ConfigurationError(
+                f"The batch lacks {keys.sample_log_prob!r}. {NOT_SCORED}"
             )
         log_weight, dist, _, mask = self._log_weight(
             batch, adv_shape=advantage.shape[:-1]
@@ -284,7 +302,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             advantage = scale_advantage(
                 advantage.squeeze(-1), corrected, aggregation
             ).unsqueeze(-1)
-        self._tokens, self._mask = dist.mask, mask
+        self._mask = mask
         output = self._policy_terms(log_weight, log_prob, advantage, mask, batch)
         output["kl_approx"] = masked_mean(-log_weight.detach().squeeze(-1), mask)
         output |= self._entropy_terms(dist, advantage, mask, batch)
@@ -316,7 +334,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
 
         Returns:
             Losses and metrics of the batch, in TorchRL's class of outputs, detached:
-            those of one pass, but for ``ESS``, which is the mean of the parts'.
+            those of one pass.
 
         Raises:
             ConfigurationError: if ``aggregation="none"`` leaves the average to the
@@ -333,7 +351,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             ...     optimizer.zero_grad()
         """
         self._check_can_be_cut()
-        means, scored = Means(), list[Any]()
+        total, scored = dict[str, Statistic](), list[Any]()
         ranks, failure = LossRanks(process_group, self), None
         with own_gradients(self.parameters(), ranks) as gradients:
             for part, counts in ranks.same_number(parts):
@@ -343,23 +361,37 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 value = torch.stack([each.sum() for each in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
                     failure = _try_backward(value * gradients.weigh(count))
-                assert self._tokens is not None
-                assert self._mask is not None
                 scored.append(self._scored)
-                means.add(losses, count)
-                means.add(_fields(output), self._mask.sum() * counts)
-                means.add(self._correction_metrics, self._tokens.sum() * counts)
+                if counts:
+                    total = add_up(total, self._statistics_of(output, count))
             ranks.agree(failure)
-        if not means:
+        if not total:
             raise ConfigurationError(
                 "accumulate() was given no part of a batch; give batch.split(size)."
             )
         self._check_scored(scored, ranks)
-        found = means.values(ranks)
-        self._correction_metrics = {
-            name: found.pop(name) for name in self._correction_metrics
+        reduced = of_all_ranks(total.values(), ranks)
+        total = dict(zip(total, reduced, strict=True))
+        self._correction_statistics = {
+            name: total.pop(name) for name in self._correction_statistics
         }
-        return self.output_type.from_tensordict(TensorDict(found))
+        return self.output_type.from_tensordict(TensorDict(values_of(total)))
+
+    def _statistics_of(self, output: Any, count: Tensor) -> dict[str, Statistic]:
+        """Returns losses and metrics of the last forward pass, which add up.
+
+        Args:
+            output: of the pass.
+            count: denominator of its losses.
+        """
+        assert self._mask is not None
+        found = dict[str, Statistic]()
+        for values, weight in (
+            (_fields(output, "loss_"), count),
+            (_fields(output), self._mask.sum()),
+        ):
+            found |= {name: weighted_mean(v, weight) for name, v in values.items()}
+        return found | self._sample_size | self._correction_statistics
 
     def _try_forward(
         self, part: TensorDictBase, ranks: LossRanks, failure: Exception | None
@@ -510,7 +542,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                     version=self.consumer_version,
                 ),
             )
-        self._correction_metrics = corrected.metrics
+        self._correction_statistics = corrected.statistics
         return corrected
 
     def _policy_terms(
@@ -525,12 +557,11 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         gain = self._gain(log_weight, log_prob, advantage)
         weight = log_weight.detach()
         clipped = weight.clamp(*self._clip_bounds) != weight
-        kept = torch.where(mask, weight.squeeze(-1), -torch.inf).flatten()
-        ess = (2 * kept.logsumexp(0) - (2 * kept).logsumexp(0)).exp()
+        self._sample_size = {"ESS": _sample_size(weight.squeeze(-1), mask)}
         return {
             "loss_objective": self._aggregate_loss_value(-gain, mask, batch),
             "clip_fraction": masked_mean(clipped.squeeze(-1).to(weight.dtype), mask),
-            "ESS": (ess / mask.sum()).nan_to_num(0.0),
+            **values_of(self._sample_size),
         }
 
     def _gain(self, log_weight: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
@@ -595,6 +626,17 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             )
         check_finite(key, value, mask)
         return torch.where(mask, value, 0)
+
+
+def _sample_size(log_weight: Tensor, mask: Tensor) -> Statistic:
+    """Returns the effective sample size of weights, as a share of their number."""
+
+    def size(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+        return (total.square() / (squares * count)).nan_to_num(0.0)
+
+    # The square of a larger one would be infinite.
+    weight = log_weight.double().clamp(max=_LARGEST_LOG_WEIGHT).exp()
+    return replace(moments(weight, mask, size), dtype=log_weight.dtype)
 
 
 def _try_backward(value: Tensor) -> Exception | None:

@@ -17,6 +17,16 @@ from torchrl_sglang.objectives.formulas import (
     masked_mean,
     masked_sum,
 )
+from torchrl_sglang.objectives.statistics import (
+    Statistic,
+    largest,
+    mean,
+    moments,
+    sample_deviation,
+    share,
+    smallest,
+    values_of,
+)
 
 
 def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -39,6 +49,13 @@ def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, 
         >>> metrics["kl"], metrics["log_ppl_diff"]
         (tensor(-1.), tensor(-1.))
     """
+    return values_of(mismatch_statistics(train, rollout, mask))
+
+
+def mismatch_statistics(
+    train: Tensor, rollout: Tensor, mask: Tensor
+) -> dict[str, Statistic]:
+    """Statistics whose values are :func:`mismatch_metrics`."""
     rows = mask.any(-1)
     ratio = torch.where(mask, train - rollout, 0)
     limited = ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -47,19 +64,19 @@ def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, 
     rollout_mean = masked_mean(rollout, mask, -1)
     difference = rollout_mean - train_mean
     return {
-        "training_ppl": masked_mean((-train_mean).exp(), rows),
-        "training_log_ppl": masked_mean(-train_mean, rows),
-        "rollout_ppl": masked_mean((-rollout_mean).exp(), rows),
-        "rollout_log_ppl": masked_mean(-rollout_mean, rows),
-        "kl": masked_mean(-ratio, mask),
-        "k3_kl": masked_mean(limited.expm1() - limited, mask),
-        "log_ppl_diff": masked_mean(difference, rows),
-        "log_ppl_abs_diff": masked_mean(difference.abs(), rows),
-        "log_ppl_diff_max": _max(difference, rows),
-        "log_ppl_diff_min": _min(difference, rows),
-        "ppl_ratio": masked_mean(difference.exp(), rows),
-        "chi2_token": masked_mean((2 * limited).exp(), mask) - 1,
-        "chi2_seq": masked_mean((2 * total).exp(), rows) - 1,
+        "training_ppl": mean((-train_mean).exp(), rows),
+        "training_log_ppl": mean(-train_mean, rows),
+        "rollout_ppl": mean((-rollout_mean).exp(), rows),
+        "rollout_log_ppl": mean(-rollout_mean, rows),
+        "kl": mean(-ratio, mask),
+        "k3_kl": mean(limited.expm1() - limited, mask),
+        "log_ppl_diff": mean(difference, rows),
+        "log_ppl_abs_diff": mean(difference.abs(), rows),
+        "log_ppl_diff_max": largest(difference, rows),
+        "log_ppl_diff_min": smallest(difference, rows),
+        "ppl_ratio": mean(difference.exp(), rows),
+        "chi2_token": _chi2(limited, mask),
+        "chi2_seq": _chi2(total, rows),
     }
 
 
@@ -97,31 +114,40 @@ def weight_metrics(
         >>> metrics["rollout_is_eff_sample_size"]
         tensor(0.9000)
     """
+    return values_of(weight_statistics(raw, weights, mask, level, bounds))
+
+
+def weight_statistics(
+    raw: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    level: Level,
+    bounds: tuple[float | None, float],
+) -> dict[str, Statistic]:
+    """Statistics whose values are :func:`weight_metrics`."""
     upper = bounds[1]
     lower = 1 / upper if bounds[0] is None else bounds[0]
     rows = mask.any(-1)
-    mean = masked_mean(weights, mask)
-    square = masked_mean(weights.square(), mask)
     shown = raw if level == "sequence" else weights
     # Shares of sequences, and not of their tokens, where a sequence has one weight.
     values, counted = (raw.amax(-1), rows) if level == "sequence" else (raw, mask)
     sequence, raw_sequence = masked_mean(weights, mask, -1), masked_mean(raw, mask, -1)
     return {
-        "rollout_is_mean": mean,
-        "rollout_is_std": (square - mean.square()).clamp_min(0).sqrt(),
-        "rollout_is_max": _max(shown, mask),
-        "rollout_is_min": _min(shown, mask),
-        "rollout_is_eff_sample_size": mean.square() / square.clamp_min(1e-16),
-        "rollout_is_oob_ratio": masked_mean((raw != weights).to(raw.dtype), mask),
-        "rollout_is_ratio_fraction_high": _share(values > upper, counted),
-        "rollout_is_ratio_fraction_low": _share(values < lower, counted),
-        "rollout_is_seq_mean": masked_mean(sequence, rows),
-        "rollout_is_seq_std": _std(sequence, rows),
-        "rollout_is_seq_max": _max(sequence, rows),
-        "rollout_is_seq_min": _min(sequence, rows),
-        "rollout_is_seq_max_deviation": _max((sequence - 1).abs(), rows),
-        "rollout_is_seq_fraction_high": _share(raw_sequence > upper, rows),
-        "rollout_is_seq_fraction_low": _share(raw_sequence < lower, rows),
+        "rollout_is_mean": mean(weights, mask),
+        "rollout_is_std": moments(weights, mask, _deviation),
+        "rollout_is_max": largest(shown, mask),
+        "rollout_is_min": smallest(shown, mask),
+        "rollout_is_eff_sample_size": moments(weights, mask, _sample_size),
+        "rollout_is_oob_ratio": share(raw != weights, mask),
+        "rollout_is_ratio_fraction_high": share(values > upper, counted),
+        "rollout_is_ratio_fraction_low": share(values < lower, counted),
+        "rollout_is_seq_mean": mean(sequence, rows),
+        "rollout_is_seq_std": sample_deviation(sequence, rows),
+        "rollout_is_seq_max": largest(sequence, rows),
+        "rollout_is_seq_min": smallest(sequence, rows),
+        "rollout_is_seq_max_deviation": largest((sequence - 1).abs(), rows),
+        "rollout_is_seq_fraction_high": share(raw_sequence > upper, rows),
+        "rollout_is_seq_fraction_low": share(raw_sequence < lower, rows),
     }
 
 
@@ -140,6 +166,13 @@ def rejection_metrics(
         keep: bool ``(B, T)``: the tokens that it keeps.
         mask: bool ``(B, T)``; without a token every metric is finite.
     """
+    return values_of(rejection_statistics(rejection, log_ratio, keep, mask))
+
+
+def rejection_statistics(
+    rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
+) -> dict[str, Statistic]:
+    """Statistics whose values are :func:`rejection_metrics`."""
     values = formulas.rejection_statistic(
         log_ratio, mask, rejection.aggregate, rejection.estimator
     )
@@ -149,45 +182,43 @@ def rejection_metrics(
         counted = mask
     prefix = f"rollout_rs_{rejection.name}"
     return {
-        f"{prefix}_mean": masked_mean(values.expand_as(counted), counted),
-        f"{prefix}_max": _max(values, counted),
-        f"{prefix}_min": _min(values, counted),
-        **dropped_metrics(prefix, keep, mask),
+        f"{prefix}_mean": mean(values.expand_as(counted), counted),
+        f"{prefix}_max": largest(values, counted),
+        f"{prefix}_min": smallest(values, counted),
+        **dropped_statistics(prefix, keep, mask),
     }
 
 
-def dropped_metrics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def dropped_statistics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Statistic]:
     """Shares of the tokens dropped and of the sequences that have lost one.
 
     Examples:
         >>> keep, mask = torch.tensor([[True, False]]), torch.tensor([[True, True]])
-        >>> dropped_metrics("all", keep, mask)
+        >>> values_of(dropped_statistics("all", keep, mask))
         {'all_masked_fraction': tensor(0.5000), 'all_seq_masked_fraction': tensor(1.)}
     """
     dropped = mask & ~keep
     return {
-        f"{prefix}_masked_fraction": _share(dropped, mask),
-        f"{prefix}_seq_masked_fraction": _share(dropped.any(-1), mask.any(-1)),
+        f"{prefix}_masked_fraction": share(dropped, mask),
+        f"{prefix}_seq_masked_fraction": share(dropped.any(-1), mask.any(-1)),
     }
 
 
-def _share(values: Tensor, mask: Tensor) -> Tensor:
-    """Share of the mask for which a condition holds."""
-    return masked_mean(values.float(), mask)
+def _chi2(log_ratio: Tensor, mask: Tensor) -> Statistic:
+    """Mean of the squared ratio, less 1."""
+
+    def chi2(total: Tensor, _: Tensor, count: Tensor) -> Tensor:
+        return total / count.clamp_min(1) - 1
+
+    return moments((2 * log_ratio).exp(), mask, chi2)
 
 
-def _max(values: Tensor, mask: Tensor) -> Tensor:
-    """Largest value of the mask; zero where it is empty."""
-    return torch.where(mask.any(), formulas.masked_max(values, mask), 0)
+def _deviation(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    count = count.clamp_min(1)
+    return (squares / count - (total / count).square()).clamp_min(0).sqrt()
 
 
-def _min(values: Tensor, mask: Tensor) -> Tensor:
-    """Smallest value of the mask; zero where it is empty."""
-    return -_max(-values, mask)
-
-
-def _std(values: Tensor, mask: Tensor) -> Tensor:
-    """Standard deviation of a sample; zero for one value."""
-    mean = masked_mean(values, mask)
-    total = masked_sum((values - mean).square(), mask)
-    return (total / (mask.sum() - 1).clamp_min(1)).sqrt()
+def _sample_size(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    """Square of the mean, divided by the mean of the squares."""
+    count = count.clamp_min(1)
+    return (total / count).square() / (squares / count).clamp_min(1e-16)

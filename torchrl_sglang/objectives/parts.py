@@ -1,8 +1,8 @@
-"""Sums over the parts of a batch: gradients and means."""
+"""Gradients that are sums over the parts of a batch, and the ranks that share it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,8 +16,9 @@ from torchrl_sglang.errors import ConfigurationError, NotFiniteError, SGLangErro
 
 T = TypeVar("T")
 
-_REFUSALS = ConfigurationError
-"""Errors that say what is wrong with a part of a batch."""
+_KINDS = (NotFiniteError, ConfigurationError, SGLangError)
+"""Kinds of errors that ranks agree on. The first one may be lived with, so that a rank
+must not have it where another has one that ends the run."""
 
 
 class LossRanks:
@@ -56,12 +57,7 @@ class LossRanks:
         if self.size == 1:
             yield from ((part, True) for part in parts)
             return
-        own, error = list[T](), None
-        try:
-            own.extend(parts)
-        except Exception as failure:  # noqa: BLE001 - The other ranks are told.
-            error = failure
-        self.agree(error)
+        own = self.together(lambda: list(parts))
         counts = torch.tensor([len(own), -len(own)], device=self._device)
         most, least = self.reduce(counts, dist.ReduceOp.MAX).tolist()
         if least == 0 < most:
@@ -72,20 +68,29 @@ class LossRanks:
         yield from ((part, True) for part in own)
         yield from ((own[0], False) for _ in range(most - len(own)))
 
+    def together(self, call: Callable[[], T]) -> T:
+        """Returns the result of a call once it has succeeded on all ranks."""
+        results, error = list[T](), None
+        try:
+            results.append(call())
+        except Exception as failure:  # noqa: BLE001 - All ranks raise it.
+            error = failure
+        self.agree(error)
+        return results[0]
+
     def agree(self, error: Exception | None) -> None:
-        """Raises the error of any rank on all of them, before one waits for it."""
+        """Raises an error of any rank on all of them, of the same kind on each."""
+        own = worst = 0 if error is None else _kind_of(error)
         if self.size > 1:
-            own = 0 if error is None else 1 + (not isinstance(error, _REFUSALS))
-            found = torch.tensor(own, device=self._device)
-            worst = self.reduce(found, dist.ReduceOp.MAX).item()
-            if worst and error is None:
-                kind = NotFiniteError if worst == 1 else SGLangError
-                raise kind(
-                    "Another rank of the trainer refused its part of the batch, or "
-                    "failed with it; its own error says why."
-                )
-        if error is not None:
+            code = torch.tensor(own, device=self._device)
+            worst = int(self.reduce(code, dist.ReduceOp.MAX).item())
+        if error is not None and own == worst:
             raise error
+        if worst:
+            raise _KINDS[worst - 1](
+                "Another rank of the trainer refused its part of the batch, or failed "
+                "with it; its own error says why."
+            ) from error
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Makes gradients the sums over the ranks."""
@@ -113,46 +118,12 @@ class LossRanks:
         return torch.device("cuda" if nccl else "cpu")
 
 
-class Means:
-    """Means of values over several parts, each of which counts by its own weight.
-
-    Examples:
-        >>> means = Means()
-        >>> means.add({"loss": torch.tensor(1.0)}, torch.tensor(3))
-        >>> means.add({"loss": torch.tensor(5.0)}, torch.tensor(1))
-        >>> means.values()
-        {'loss': tensor(2.)}
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-
-    def add(self, values: Mapping[str, Tensor], weight: Tensor) -> None:
-        """Adds the means of a part."""
-        for name, value in values.items():
-            total, weights = self._sums.get(name, (0, 0))
-            self._sums[name] = (total + value.detach() * weight, weights + weight)
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
-    def values(self, ranks: LossRanks | None = None) -> dict[str, Tensor]:
-        """Returns the means, also of other ranks' parts; zero without any weight."""
-        sums = [each for pair in self._sums.values() for each in pair]
-        if ranks is not None:
-            flat = torch.cat([each.double().reshape(-1) for each in sums])
-            reduced = ranks.reduce(flat, dist.ReduceOp.SUM)
-            pieces = torch.split(reduced, [each.numel() for each in sums])
-            sums = [
-                piece.view_as(each).to(each.dtype)
-                for piece, each in zip(pieces, sums, strict=True)
-            ]
-        return {
-            name: total / weights.clamp_min(1)
-            for name, total, weights in zip(
-                self._sums, sums[::2], sums[1::2], strict=True
-            )
-        }
+def _kind_of(error: Exception) -> int:
+    """Returns the place of an error's kind, from 1 on; others are as the last one."""
+    kinds = enumerate(_KINDS, 1)
+    return next(
+        (place for place, kind in kinds if isinstance(error, kind)), len(_KINDS)
+    )
 
 
 class Gradients:

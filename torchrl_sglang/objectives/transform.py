@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
@@ -29,7 +30,9 @@ from torchrl_sglang.objectives.correct import (
     correct,
     scale_advantage,
 )
+from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import replaying
+from torchrl_sglang.objectives.statistics import values_of
 from torchrl_sglang.objectives.support import replays_sampling, warn_of_sampling
 from torchrl_sglang.support.checks import check_choice
 
@@ -86,11 +89,17 @@ class OffPolicyCorrection(Transform):
             ``policy_version``, or ``int(engine.weight_version)`` for the servers' own
             versions. An attribute to be set after each update, as that of TorchRL's
             ``StalenessAwareSampler``. Defaults to None.
+        process_group: the ranks of the trainer that each have a share of the batch, and
+            call this together, as for :meth:`.CorrectedGRPOLoss.accumulate`; a
+            :class:`.Learner` sets it. Denominators, means and ``metrics`` are those of
+            the whole batch. An attribute, too. Defaults to None: this rank has the
+            whole batch.
 
     Raises:
         ConfigurationError: if the configuration is not valid, a batch lacks a column
             that a method needs, or no token that the policy wrote has a log-prob.
-        NotFiniteError: if the advantage of a token of the loss is NaN or infinite.
+        NotFiniteError: if the advantage of a token of the loss is NaN or infinite, on
+            any rank.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -123,6 +132,7 @@ class OffPolicyCorrection(Transform):
         advantage_key: NestedKey = "advantage",
         version_key: NestedKey = POLICY_VERSIONS,
         consumer_version: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         check_choice("masking_strategy", masking_strategy, get_args(MaskingStrategy))
@@ -137,6 +147,7 @@ class OffPolicyCorrection(Transform):
         self.advantage_key = advantage_key
         self.version_key = version_key
         self.consumer_version = consumer_version
+        self.process_group = process_group
         self._metrics: dict[str, Tensor] = {}
 
     @property
@@ -163,11 +174,13 @@ class OffPolicyCorrection(Transform):
                 f"A batch to be corrected has one batch dimension, got "
                 f"{tuple(tensordict.batch_size)}; give batch.reshape(-1)."
             )
+        ranks = LossRanks(self.process_group, self)
         with torch.no_grad():
-            sampled = self._read(tensordict)
-            check_scored(sampled)
-            corrected = correct(self.config, sampled)
-            self._metrics = corrected.metrics
+            sampled = ranks.together(lambda: self._read(tensordict))
+            check_scored(sampled, ranks)
+            local = ranks.together(lambda: correct(self.config, sampled))
+            corrected = local.of_all_ranks(ranks)
+            self._metrics = values_of(corrected.statistics)
             return self._write(tensordict, sampled, corrected)
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:

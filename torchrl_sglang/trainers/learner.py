@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -26,6 +26,7 @@ from torchrl.objectives.llm import GRPOLoss
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import REWARD
 from torchrl_sglang.objectives.columns import (
+    ASSISTANT_MASK,
     ATTENTION_MASK,
     POLICY_VERSIONS,
     TOKENS,
@@ -33,6 +34,7 @@ from torchrl_sglang.objectives.columns import (
     read_mask,
     row_lengths,
 )
+from torchrl_sglang.objectives.correct import NOT_SCORED
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
@@ -52,7 +54,7 @@ from torchrl_sglang.support.checks import (
 )
 from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
-from torchrl_sglang.trainers.optimizers import set_learning_rates
+from torchrl_sglang.trainers.optimizers import ScheduleStart, check_steps_alone
 from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
 from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks
@@ -70,6 +72,7 @@ TRAINING_KEYS = (
 )
 """Columns of a batch that training reads beside the prompts, where it has them."""
 
+LOG_PROBS = ("log_probs", "full")
 TRAIN_LOG_PROBS = "train_log_probs"
 REF_LOG_PROBS = ("next", "ref_log_probs")
 
@@ -89,8 +92,11 @@ class Learner:
 
     Args:
         loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor.
-        optimizer: of the model's parameters.
-        schedule: of its learning rate; stepped once for each optimizer step.
+        optimizer: of the model's parameters, or some of them: those are trained, and
+            the norm of the gradient is theirs.
+        schedule: of its learning rate, which depends on the number of optimizer steps
+            alone: it is stepped once for each of them, and a run that goes on takes
+            its steps again.
         correct: applied to each minibatch, with the trainer's log-probs before the
             steps; None where the loss has the correction itself. Defaults to None.
         reference: what the loss's divergence is to: a model, or ``"adapter"`` for the
@@ -182,12 +188,28 @@ class Learner:
             )
         self._one_pass = minibatches == epochs == 1 and needs_no_pass(loss, correct)
         self._device = next(self.model.parameters()).device
-        self._trained = [each for each in self.model.parameters() if each.requires_grad]
-        if not self._trained:
+        self._start: ScheduleStart | None = None
+        if schedule is not None:
+            check_steps_alone(schedule)
+        trained = set(self._trained)
+        if not any(each in trained for each in self.model.parameters()):
             raise ConfigurationError(
-                "No parameter of the model has requires_grad=True, so there is nothing "
-                "to train."
+                "No parameter of the model has requires_grad=True and is one of the "
+                "optimizer's, so there is nothing to train; make the optimizer of the "
+                "model's parameters, after adapters were added and ranks have shared "
+                "it out."
             )
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        """The parameters whose gradient is computed for the optimizer."""
+        groups = self.optimizer.param_groups
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def _ranks_in_step(self) -> LossRanks:
+        """The ranks that go on together, or raise together; their wait is long."""
+        return LossRanks(self.ranks.control or self.ranks.group, self.loss)
 
     def train(self, batch: TensorDictBase, policy_version: int) -> dict[str, float]:
         """Takes the optimizer steps of a batch; all ranks call it, each with its share.
@@ -200,38 +222,44 @@ class Learner:
             policy_version: of the trainer's weights, as the collector counts them.
 
         Returns:
-            Metrics of the loss, of all ranks: means over the optimizer steps.
-            ``train/unscored`` is the share of this rank's responses without a log-prob,
-            which are not trained on: as those are whose tokens are all too old. A batch
-            of such responses alone changes nothing. ``train/flipped_experts``, where
-            routing is replayed, is the share of choices of experts that this rank's
-            routers would have made otherwise.
+            Metrics of the responses of all ranks: means over the optimizer steps.
+            ``train/unscored`` is the share of responses without a log-prob, which are
+            not trained on: as those are whose tokens are all too old. A batch of such
+            responses alone changes nothing. ``train/flipped_experts``, where routing is
+            replayed, is the share of choices of experts that routers would have made
+            otherwise.
 
         Raises:
-            ConfigurationError: if the batch has no ``"advantage"``, or a rank has no
-                response to train on and others have.
+            ConfigurationError: if the batch has no ``"advantage"``, no tokens or no
+                log-probs, or a rank has no response to train on and others have. Raised
+                on all ranks, as is each error of a rank.
             NotFiniteError: after more than ``max_skipped_steps`` such steps in a row,
                 or if the weights are not finite.
         """
-        rows = self._select(batch)
-        scored = rows.get(("log_probs", "full"), as_list=True)
-        known = [i for i, each in enumerate(scored) if each.isfinite().any()]
-        metrics = {"train/unscored": 1 - len(known) / len(rows)}
-        if not self._any_rank(bool(known)):
+        self._mark_start()
+        rows = self._ranks_in_step.together(lambda: self._select(batch))
+        scored = [bool(row[LOG_PROBS].isfinite().any()) for row in rows.unbind(0)]
+        counts = self.ranks.gather((sum(scored), len(scored)))
+        known, total = map(sum, zip(*counts, strict=True))
+        metrics = {"train/unscored": 1 - known / total}
+        if not known:
+            self._ranks_in_step.together(lambda: _check_masked(rows))
             return metrics
-        if not self.ranks.all_true(bool(known)):
+        if not all(of_rank for of_rank, _ in counts):
             raise ConfigurationError(
                 "A rank of the trainer has no response with a log-prob, and others "
                 "have; collect larger batches, or train on fewer ranks."
             )
-        if len(known) < len(rows):
-            rows = LazyStackedTensorDict(*(rows[index] for index in known))
+        if not all(scored):
+            chosen = [row for row, has in zip(rows, scored, strict=True) if has]
+            rows = LazyStackedTensorDict(*chosen)
         self.loss.consumer_version = policy_version
         if self._correct is not None:
             self._correct.consumer_version = policy_version
+            self._correct.process_group = self.ranks.group
         if (replay := replay_of(self.model)) is not None:
             replay.reset()
-        self._check_columns(rows)
+        self._ranks_in_step.together(lambda: self._check_columns(rows))
         self._add_log_probs(rows)
         sums: dict[str, list[float]] = defaultdict(list)
         for epoch in range(self._epochs):
@@ -241,8 +269,16 @@ class Learner:
                         sums[name].append(value)
         self._check_weights()
         if replay is not None:
-            metrics["train/flipped_experts"] = replay.flipped
+            flipped, choices = map(
+                sum, zip(*self.ranks.gather(replay.counts), strict=True)
+            )
+            metrics["train/flipped_experts"] = flipped / max(choices, 1.0)
         return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
+
+    def _mark_start(self) -> None:
+        """Keeps what a schedule begins with, before the first step."""
+        if self._start is None:
+            self._start = ScheduleStart.of(self.optimizer, self.schedule)
 
     @contextlib.contextmanager
     def _recording(self, *, on: bool) -> Iterator[None]:
@@ -260,11 +296,19 @@ class Learner:
 
     def _select(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns the columns of a batch that training reads."""
-        if "advantage" not in batch.keys():
+        present = batch.keys(True)
+        if "advantage" not in present:
             raise ConfigurationError(
                 "The batch has no 'advantage'; compute it first, for instance with "
                 "GroupAdvantage(group_size)."
             )
+        if TOKENS not in present:
+            raise ConfigurationError(
+                f"The batch has no {TOKENS!r}, which is what is trained on; collect it "
+                f"with SGLangWrapper(...), all of whose rows have tokens."
+            )
+        if LOG_PROBS not in present:
+            raise ConfigurationError(f"The batch lacks {LOG_PROBS!r}. {NOT_SCORED}")
         if not hasattr(self.loss, "sampling_of"):
             warn_of_sampling(batch)
         return batch.select(self.query_key, *TRAINING_KEYS, strict=False)
@@ -274,23 +318,15 @@ class Learner:
         if self.ranks.size == 1:
             return
         reads, replays = hasattr(self.loss, "sampling_of"), replay_of(self.model)
-        failure = None
-        try:
-            for row in rows.unbind(0):
-                sampled = reads and any(key in row.keys() for key in SAMPLING_KEYS)
-                if not (sampled or replays):
-                    continue
-                one = row.unsqueeze(0)
-                if sampled:
-                    self.loss.sampling_of(one)
-                with replaying(self.model, one):
-                    pass
-        except Exception as error:  # noqa: BLE001 - The other ranks are told.
-            failure = error
-        LossRanks(self.ranks.group, self.loss).agree(failure)
-
-    def _any_rank(self, value: bool) -> bool:
-        return not self.ranks.all_true(not value)
+        for row in rows.unbind(0):
+            sampled = reads and any(key in row.keys() for key in SAMPLING_KEYS)
+            if not (sampled or replays):
+                continue
+            one = row.unsqueeze(0)
+            if sampled:
+                self.loss.sampling_of(one)
+            with replaying(self.model, one):
+                pass
 
     def _cut(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
         """Yields minibatches in random order, as many on each rank."""
@@ -306,37 +342,38 @@ class Learner:
         """Takes one optimizer step, or none; returns metrics."""
         try:
             metrics = self._add_gradient(minibatch)
+            size = clip_gradients(self._trained, self._clip)
+            if not self.ranks.all_true(bool(size.isfinite())):
+                raise NotFiniteError(f"The gradient's norm is {size.item()}.")
+            self.optimizer.step()
         except NotFiniteError as error:
             return self._skip(minibatch, str(error))
-        size = clip_gradients(self._trained, self._clip)
-        if not size.isfinite():
-            return self._skip(minibatch, f"The gradient's norm is {size.item()}.")
-        self.optimizer.step()
-        rate = self.optimizer.param_groups[0]["lr"]
+        finally:
+            self._clear_gradients()
+        rate = float(self.optimizer.param_groups[0]["lr"])
         if self.schedule is not None:
             self.schedule.step()
-        self.optimizer.zero_grad()
         self.skipped = 0
         self.steps += 1
         return metrics | {
             "train/grad_norm": size.item(),
-            "train/lr": float(rate),
+            "train/lr": rate,
             "train/skipped": 0.0,
         }
 
+    def _clear_gradients(self) -> None:
+        """Removes all gradients, also of parameters that no optimizer has."""
+        self.optimizer.zero_grad()
+        for parameter in self.loss.parameters():
+            parameter.grad = None
+
     def _add_gradient(self, minibatch: TensorDictBase) -> dict[str, float]:
         """Adds the gradient of a minibatch, in passes; returns metrics."""
-        rows = minibatch.exclude(self.query_key).to(self._device)
-        correcting: Any = contextlib.nullcontext()
-        if self._one_pass:
-            assert self._correct is not None
-            correcting = self.loss.correcting(self._correct.config)
-        elif self._correct is not None:
-            rows = self._correct(rows)
-        with self._autocast(), correcting:
-            output = self.loss.accumulate(
-                list(self._passes(rows)), process_group=self.ranks.group
-            )
+        # A loss of the user's may raise on one rank alone.
+        ranks = self._ranks_in_step
+        rows = ranks.together(lambda: self._corrected(minibatch))
+        passes = list(self._passes(rows))
+        output = ranks.together(lambda: self._accumulate(passes))
         losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
         total = sum(each.sum().item() for each in losses if each is not None)
         found = {name: getattr(output, name, None) for name in METRICS}
@@ -351,6 +388,23 @@ class Learner:
             **corrected,
         }
 
+    def _corrected(self, minibatch: TensorDictBase) -> TensorDictBase:
+        """Returns what the loss reads, on the model's device."""
+        rows = minibatch.exclude(self.query_key).to(self._device)
+        if self._correct is None or self._one_pass:
+            return rows
+        corrected: TensorDictBase = self._correct(rows)
+        return corrected
+
+    def _accumulate(self, passes: list[TensorDictBase]) -> Any:
+        """Adds the gradient of a minibatch; returns losses and metrics."""
+        correcting: Any = contextlib.nullcontext()
+        if self._one_pass:
+            assert self._correct is not None
+            correcting = self.loss.correcting(self._correct.config)
+        with self._autocast(), correcting:
+            return self.loss.accumulate(passes, process_group=self.ranks.group)
+
     def _passes(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
         """Yields parts of rows, each of so many tokens that a pass may have."""
         for part in self._cut_by_tokens(rows, packed=self._packs):
@@ -361,7 +415,7 @@ class Learner:
 
         Passes of a sharded model take all ranks, which wait for the longest one.
         """
-        lengths = [len(each) for each in rows.get(TOKENS, as_list=True)]
+        lengths = [len(row[TOKENS]) for row in rows.unbind(0)]
         parts = cut_by_tokens(lengths, self._max_tokens, packed=packed)
         most = max(self.ranks.gather(len(parts)))
         if most > len(parts):
@@ -370,7 +424,6 @@ class Learner:
 
     def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
         """Takes no step, and says why; too many of these end the run."""
-        self.optimizer.zero_grad()
         self.skipped += 1
         rows = describe_rows(minibatch, self.query_key)
         message = f"No optimizer step: {reason} {rows}"
@@ -446,11 +499,16 @@ class Learner:
             inputs = LazyStackedTensorDict(*chosen).select(
                 "tokens", "masks", EXPERTS, *SAMPLING_KEYS, strict=False
             )
-            # A reference routes by itself.
-            own = place != TRAIN_LOG_PROBS
-            routing = contextlib.nullcontext() if own else replaying(self.model, inputs)
-            with self._autocast(), routing:
-                found = score(model, inputs.to(self._device))
+
+            def scored(inputs: TensorDictBase = inputs) -> Any:
+                # A reference routes by itself.
+                routing: Any = contextlib.nullcontext()
+                if place == TRAIN_LOG_PROBS:
+                    routing = replaying(self.model, inputs)
+                with self._autocast(), routing:
+                    return score(model, inputs.to(self._device))
+
+            found = self._ranks_in_step.together(scored)
             for row, each in zip(chosen, found, strict=True):
                 if counts:
                     row.set(place, row.empty().set("full", each.cpu()))
@@ -491,7 +549,7 @@ class Learner:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns weights that are trained, optimizer and schedule; all ranks call it.
+        """Returns weights that are trained, and the optimizer; all ranks call it.
 
         Each has its own part. PyTorch's distributed checkpoint takes the learner
         itself, ``torch.distributed.checkpoint.save({"learner": learner})``, and
@@ -505,17 +563,17 @@ class Learner:
         return {
             "model": model,
             "optimizer": optimizer,
-            # A tuple is saved as a whole, whatever the kind of schedule.
-            "schedule": () if self.schedule is None else (self.schedule.state_dict(),),
             "steps": self.steps,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where a state was saved; all ranks call it, each with its part.
 
-        Learning rate and other values of the optimizer are this run's.
+        Learning rate and other values of the optimizer are this run's: those of a new
+        run that has taken as many steps.
         """
-        own = [{**group, "params": None} for group in self.optimizer.param_groups]
+        self._mark_start()
+        assert self._start is not None
         set_state_dict(
             self.model,
             self.optimizer,
@@ -524,13 +582,14 @@ class Learner:
             options=StateDictOptions(strict=False, ignore_frozen_params=True),
         )
         self.steps = state["steps"]
-        for group, values in zip(self.optimizer.param_groups, own, strict=True):
-            group.update(values | {"params": group["params"]})
-        for saved in state["schedule"]:
-            if self.schedule is not None:
-                rates = self.schedule.base_lrs
-                self.schedule.load_state_dict({**saved, "base_lrs": rates})
-                set_learning_rates(self.schedule)
+        self._start.advance(self.steps)
+
+
+def _check_masked(rows: TensorDictBase) -> None:
+    """Refuses rows without log-probs whose tokens nobody has masked."""
+    masks = [row.get(ASSISTANT_MASK, None) for row in rows.unbind(0)]
+    if any(mask is not None and mask.any() for mask in masks):
+        raise ConfigurationError(NOT_SCORED)
 
 
 def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:
@@ -538,7 +597,11 @@ def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:
     tokens = read(rows, TOKENS, padding_value=padding)
     real = read(rows, ATTENTION_MASK, padding_value=False)
     assert tokens is not None
-    assert real is not None
+    if real is None:
+        raise ConfigurationError(
+            f"The batch has no {ATTENTION_MASK!r}, which says which of its tokens are "
+            f"padding; collect it with SGLangWrapper(...), whose batches have masks."
+        )
     return tokens, real.bool()
 
 

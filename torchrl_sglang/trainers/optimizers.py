@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import get_scheduler
 
 from torchrl_sglang.errors import ConfigurationError
@@ -121,12 +126,65 @@ def check_schedule(name: str, warmup_steps: int, total_steps: int | None) -> Non
         ) from error
 
 
-def set_learning_rates(schedule: Any) -> None:
-    """Sets the learning rates that a schedule of transformers has for its step."""
-    groups = schedule.optimizer.param_groups
-    factors = getattr(schedule, "lr_lambdas", [None] * len(groups))
-    for group, base, factor in zip(groups, schedule.base_lrs, factors, strict=True):
-        group["initial_lr"] = base
-        if factor is not None:
-            group["lr"] = base * factor(schedule.last_epoch)
-    schedule._last_lr = [group["lr"] for group in groups]
+def check_steps_alone(schedule: Any) -> None:
+    """Refuses a schedule whose step needs more than that a step was taken.
+
+    Raises:
+        ConfigurationError: naming the schedule, such as ``ReduceLROnPlateau``.
+    """
+    try:
+        inspect.signature(schedule.step).bind()
+    except TypeError as error:
+        raise ConfigurationError(
+            f"schedule={type(schedule).__name__} cannot be used here: its step() is "
+            f"called without arguments, after each optimizer step, and has a "
+            f"{error}. Give a schedule whose learning rate depends on the number of "
+            f"steps alone, such as CosineAnnealingLR."
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleStart:
+    """Optimizer and schedule before their first step.
+
+    PyTorch's schedules make a learning rate from the one before, so that a run that
+    goes on takes all steps of its own schedule again.
+    """
+
+    optimizer: torch.optim.Optimizer
+    schedule: LRScheduler | None
+    groups: list[dict[str, Any]]
+    """Values of the optimizer's groups, without parameters."""
+    state: dict[str, Any]
+    """State of the schedule."""
+
+    @classmethod
+    def of(
+        cls, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None
+    ) -> ScheduleStart:
+        """Returns the present state as the one before the first step."""
+        groups = [{**each, "params": None} for each in optimizer.param_groups]
+        state = {} if schedule is None else schedule.state_dict()
+        groups, state = copy.deepcopy(groups), _copy_state(state)
+        return cls(optimizer=optimizer, schedule=schedule, groups=groups, state=state)
+
+    def advance(self, steps: int) -> None:
+        """Sets learning rates and other values to those after so many steps."""
+        values_of = copy.deepcopy(self.groups)
+        for group, values in zip(self.optimizer.param_groups, values_of, strict=True):
+            group.update({**values, "params": group["params"]})
+        if self.schedule is None:
+            return
+        self.schedule.load_state_dict(_copy_state(self.state))
+        with warnings.catch_warnings():
+            # PyTorch's: that there was no optimizer step in between.
+            warnings.simplefilter("ignore", UserWarning)
+            for _ in range(steps):
+                self.schedule.step()
+
+
+def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a schedule's state; model and optimizer stay the same."""
+    kept = (nn.Module, torch.optim.Optimizer)
+    memo = {id(each): each for each in state.values() if isinstance(each, kept)}
+    return copy.deepcopy(dict(state), memo)

@@ -14,6 +14,7 @@ import torch
 from helpers.log_probs import score
 from helpers.torchrun import run_ranks
 from tensordict import TensorDict, lazy_stack
+from torch.optim import lr_scheduler as lrs
 from torchrl.objectives.llm import GRPOLoss
 from transformers import get_scheduler
 
@@ -497,10 +498,145 @@ def test_what_is_changed_counts_after_a_resumption(make_learner, name):
     assert resumed.schedule.get_last_lr() == new.schedule.get_last_lr()
 
 
+SCHEDULES = {
+    "LambdaLR": lambda o: lrs.LambdaLR(o, lambda step: 0.9**step),
+    "CosineAnnealingLR": lambda o: lrs.CosineAnnealingLR(o, T_max=10, eta_min=1e-4),
+    "StepLR": lambda o: lrs.StepLR(o, 3, 0.1),
+    "ExponentialLR": lambda o: lrs.ExponentialLR(o, 0.8),
+    "LinearLR": lambda o: lrs.LinearLR(o, 0.1, 1.0, 8),
+    "OneCycleLR": lambda o: lrs.OneCycleLR(o, 1.0, total_steps=12),
+    "CyclicLR": lambda o: lrs.CyclicLR(o, 1e-4, 1e-2, 3, cycle_momentum=False),
+    "SequentialLR": lambda o: lrs.SequentialLR(
+        o, [lrs.LinearLR(o, 0.1, 1.0, 3), lrs.CosineAnnealingLR(o, 7)], milestones=[3]
+    ),
+    "ChainedScheduler": lambda o: lrs.ChainedScheduler(
+        [lrs.LinearLR(o, 0.1, 1.0, 4), lrs.ExponentialLR(o, 0.9)]
+    ),
+}
+
+
+class Halving(lrs.LRScheduler):
+    """A schedule that makes a learning rate from the one before."""
+
+    def __init__(self, optimizer):
+        self.halved, self.own_optimizer = 0, optimizer
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        self.halved += self.last_epoch % 2
+        factor = 0.5 if self.last_epoch % 2 else 1.0
+        return [group["lr"] * factor for group in self.optimizer.param_groups]
+
+
+SCHEDULES["user's"] = Halving
+
+
+@pytest.mark.parametrize("lr", [1e-3, 3e-4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_where_a_run_was(make_learner, name, lr):
+    """The learning rates are those of a run without a break, also with another one, and
+    after steps that are taken back.
+    """
+    batch = make_batch([0.0, 1.0, 1.0, 0.0])
+
+    def made(lr):
+        learner = make_learner(optimizer=torch.optim.SGD, lr=lr)
+        learner.schedule = SCHEDULES[name](learner.optimizer)
+        return learner
+
+    def rates(learner, steps):
+        return [learner.train(batch, 0)["train/lr"] for _ in range(steps)]
+
+    whole, saving, resumed = made(lr), made(1e-3), made(lr)
+    expected = rates(whole, 7)
+    rates(saving, 4)
+    state = copy.deepcopy(saving.state_dict())
+    resumed.load_state_dict(state)
+    assert rates(resumed, 3) == expected[4:]
+    resumed.load_state_dict(state)
+    assert rates(resumed, 3) == expected[4:]
+
+
+def test_a_schedule_that_needs_more_than_steps_is_refused(make_learner):
+    learner = make_learner()
+    schedule = lrs.ReduceLROnPlateau(learner.optimizer)
+    with pytest.raises(ConfigurationError, match="ReduceLROnPlateau.*CosineAnnealing"):
+        Learner(learner.loss, learner.optimizer, schedule)
+
+
+def muon_of(model):
+    return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.0)
+
+
+def adam_of_last(model):
+    last = [model.lm_head.weight, *model.model.layers[-1].parameters()]
+    groups = [{"params": last[:1]}, {"params": last[1:], "lr": 0.0}]
+    return torch.optim.AdamW(groups, lr=0.0, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("make", [muon_of, adam_of_last])
+def test_parameters_that_no_optimizer_has(make_learner, make):
+    """They have no part in the norm, in a step that is skipped, and in the next one."""
+    base, batch = make_learner(), make_batch([0.0, 1.0] * 4)
+    model = base.model
+    learner = Learner(base.loss, make(model), clip_grad_norm=None)
+    trained = [p for group in learner.optimizer.param_groups for p in group["params"]]
+    base.loss.accumulate([batch.exclude("query")])
+    grads = [each.grad for each in trained]
+    expected = torch.nn.utils.get_total_norm(grads).item()
+    model.zero_grad()
+    assert len(trained) < len(list(model.parameters()))
+    for _ in range(3):
+        found = learner.train(batch, 0)["train/grad_norm"]
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert not any(each.grad is not None for each in model.parameters())
+    other = next(p for p in model.parameters() if all(p is not t for t in trained))
+    hook = other.register_hook(lambda grad: grad * math.nan)
+    assert learner.train(batch, 0)["train/skipped"] == 0.0
+    hook.remove()
+    hook = trained[0].register_hook(lambda grad: grad * math.nan)
+    with pytest.warns(RuntimeWarning, match="norm is nan"):
+        assert learner.train(batch, 0)["train/skipped"] == 1.0
+    hook.remove()
+    assert learner.train(batch, 0)["train/skipped"] == 0.0
+
+
+def test_an_optimizer_of_other_parameters_is_refused(make_learner):
+    learner = make_learner()
+    elsewhere = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    with pytest.raises(ConfigurationError, match="one of the optimizer's"):
+        Learner(learner.loss, elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ("advantage", "no 'advantage'"),
+        ("tokens", "no .'tokens', 'full'."),
+        ("log_probs", "return_log_probs=True"),
+    ],
+)
+def test_a_batch_that_lacks_a_column(make_learner, column, message):
+    learner, batch = make_learner(), make_batch([0.0, 1.0] * 2)
+    some = [row.exclude(column) if i else row for i, row in enumerate(batch.unbind(0))]
+    for lacking in (batch.exclude(column), lazy_stack(some)):
+        with pytest.raises(ConfigurationError, match=message):
+            learner.train(lacking, 0)
+        with pytest.raises(ConfigurationError, match=message.replace("no ", "")):
+            learner.loss(lacking)
+
+
+def test_log_probs_that_are_unknown_of_tokens_that_were_written(make_learner):
+    """Nothing would ever be trained on."""
+    batch = make_batch([0.0, 1.0] * 2)
+    for row in batch.unbind(0):
+        row["log_probs", "full"].fill_(math.nan)
+    with pytest.raises(ConfigurationError, match="return_log_probs=True"):
+        make_learner().train(batch, 0)
+
+
 def test_what_is_refused(make_learner, tokenizer, hf_model):
     learner = make_learner()
-    with pytest.raises(ConfigurationError, match="no 'advantage'"):
-        learner.train(make_batch([0.0, 1.0] * 2).exclude("advantage"), 0)
     with pytest.raises(ConfigurationError, match="take CorrectedGRPOLoss"):
         Learner(GRPOLoss(scorer(hf_model, tokenizer)), learner.optimizer)
     learner.model.requires_grad_(False)

@@ -1,7 +1,9 @@
-"""A learner on several ranks goes on with the state of another one."""
+"""A learner on several ranks: it goes on with a state, and learns as one process."""
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,3 +16,51 @@ PROGRAM = Path(__file__).with_name("learner_state_program.py")
 def test_every_rank_loads_its_share():
     """Each loads what ``state_dict()`` gave it."""
     run_ranks(PROGRAM)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (2, "some"),
+        (3, "some"),
+        *(pytest.param(n, "all", marks=pytest.mark.slow) for n in (2, 3)),
+    ],
+)
+def test_weights_and_metrics_do_not_depend_on_ranks(ranks, cases):
+    """With each method and correction, several steps a batch, shares of unequal sizes,
+    and a rank all of whose responses a correction rejects.
+    """
+    program = PROGRAM.with_name("one_batch_program.py")
+    found = json.loads(run_ranks(program, cases, ranks=ranks, timeout=380))
+    assert found
+    wrong = {
+        case: (distance, metrics)
+        for case, (distance, metrics) in found.items()
+        if not distance < 1e-6 or metrics
+    }
+    assert not wrong
+
+
+@pytest.mark.timeout(200)
+def test_an_error_of_one_rank_is_one_of_all():
+    """A step is skipped on all ranks or on none, and no rank waits for another."""
+    program = PROGRAM.with_name("agreement_program.py")
+    folders = (program.parent, *(program.parents[number] for number in (2, 3)))
+    path = os.pathsep.join(map(str, folders))
+    printed = run_ranks(program, PYTHONPATH=path)
+    found = json.loads(printed.splitlines()[-1])
+    skipped, refused = [1.0, 1.0], ["ConfigurationError"] * 2
+    assert found == {
+        "nan": skipped,
+        "the user's loss": skipped,
+        "the user's accumulate": skipped,
+        "the user's correction": skipped,
+        "gradient": skipped,
+        "two losses": ["SGLangError"] * 2,
+        "nan, and no masks": refused,
+        "no advantage": refused,
+        "no log-probs": refused,
+        "unscored": refused,
+        "model": ["SGLangError"] * 2,
+    }
