@@ -64,7 +64,7 @@ def go_on(conversation, task):
 
 
 def train_by_hand(engine, path, folder):
-    """Returns the model that the listing of the page trains."""
+    """Returns the model that the listing of the page trains, and its policy."""
     section = PAGE.read_text().partition("By hand\n-------")[2]
     code = textwrap.dedent(re.search(r"python\n\n((?:   .*\n|\n)+)", section)[1])
     for text, smaller in SMALLER.items():
@@ -83,11 +83,11 @@ def train_by_hand(engine, path, folder):
         "go_on": go_on,
     }
     exec(compile(code, str(PAGE), "exec"), names)
-    return names["model"]
+    return names["model"], names["policy"]
 
 
 def train(engine, path, folder):
-    """Returns the model that ``GRPO`` trains."""
+    """Returns the model that ``GRPO`` trains, and its policy."""
     run = GRPO(
         path,
         prompts=ROWS,
@@ -102,7 +102,7 @@ def train(engine, path, folder):
         output=folder / "run",
     )
     run.train()
-    return run.model
+    return run.model, run.policy
 
 
 @pytest.mark.parametrize("used", [False, True])
@@ -122,7 +122,10 @@ def test_by_hand_trains_the_same_weights(tiny_model_path, tmp_path, used):
                 scheme = SGLangWeightSyncScheme(engine, before, directory=folder)
                 scheme.create_sender().update_weights()
                 scheme.shutdown()
-            trained.append(way(engine, tiny_model_path, folder).state_dict())
+            model, policy = way(engine, tiny_model_path, folder)
+            trained.append(model.state_dict())
+            # A token of the tiny model is a letter: its text has the same tokens.
+            assert policy.prefer_tokens
     mine, its = trained
     for name, value in its.items():
         torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-6)
