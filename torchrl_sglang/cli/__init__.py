@@ -59,6 +59,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     chosen: Parser = commands.choices.get(words[0], parser)
     if chosen.get_default("takes_engine_options"):
         own, engine_words = split(words, chosen.own_options())
+    arguments: argparse.Namespace
     arguments, unknown = parser.parse_known_args(own)
     if unknown:
         chosen.error(f"unrecognized arguments: {unknown[0]}")

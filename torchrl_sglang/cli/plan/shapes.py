@@ -108,9 +108,8 @@ def _check_hub(model: str) -> None:
 
     Transformers would try for half a minute.
     """
-    from huggingface_hub import hf_hub_url, try_to_load_from_cache
+    from huggingface_hub import get_session, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import get_session
 
     with suppress(HFValidationError):
         if isinstance(try_to_load_from_cache(model, "config.json"), str):
