@@ -86,7 +86,7 @@ def find_calls(text: str) -> tuple[str, list[FoundCall]]:
         elif place <= last_end:
             read, place = _read_call(text, place)
             calls += read
-            if isinstance(read[0], ToolCall):
+            if read and isinstance(read[0], ToolCall):
                 kept.append(text[start : mark.start()])
                 start = place
         elif text.startswith("{", _behind_space(text, place)):
@@ -116,8 +116,12 @@ def _behind_space(text: str, place: int) -> int:
 def _read_call(text: str, place: int) -> tuple[Sequence[FoundCall], int]:
     """Returns what a call holds that has an end, and the place behind it.
 
-    It is one call, or a list of some.
+    It is one call, or a list of some; none if the mark is only mentioned.
     """
+    if text[_behind_space(text, place)] not in "{[":
+        following = text.find(CALL_MARK, place)
+        if text.find(_END, place, following if following >= 0 else None) < 0:
+            return [], place
     written = _JSON.match(text, place)
     assert written is not None
     end = place

@@ -10,9 +10,11 @@ a closed client's request.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from collections.abc import Awaitable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -127,6 +129,20 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(guarded(each)) for each in coroutines]
     return [task.result() for task in running]
+
+
+def returns_awaitable(function: Any) -> bool:
+    """Returns whether a function, or an object with ``__call__``, is asynchronous.
+
+    A lambda that calls a coroutine function is found only by what it returns.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    calls = (function, getattr(type(function), "__call__", None))  # noqa: B004
+    return any(
+        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
+        for each in calls
+    )
 
 
 def describe(error: BaseException) -> str:

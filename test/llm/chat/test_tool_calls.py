@@ -80,6 +80,7 @@ TEXTS = {
     f"[THINK]{qwen('g', {})}[/THINK]No.": [],
     # No calls.
     "Calls are between <tool_call> and its end.": [],
+    f"Write <tool_call> so: {qwen('f', {})}": [one()],
     "": [],
 }
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
+import numpy as np
 import pytest
+import torch
 from helpers.collecting import tasks
 
 from torchrl_sglang import has_variance
@@ -60,6 +65,54 @@ def test_a_filter_that_raises(make):
 def test_a_filter_that_says_nothing(make):
     collector = make(keep_group=lambda returns: None, max_retries=0)
     with pytest.raises(CollectionError, match="keep_group returned None; return True"):
+        list(collector)
+
+
+async def waits(returns):
+    await asyncio.sleep(0)
+    return has_variance(returns)
+
+
+class Waits:
+    async def __call__(self, returns):
+        return await waits(returns)
+
+
+@pytest.mark.parametrize(
+    "keep_group",
+    [
+        *(waits, Waits(), partial(waits), lambda returns: waits(tuple(returns))),
+        *(np.ptp, lambda returns: torch.tensor(has_variance(returns))),
+    ],
+)
+def test_filters_of_every_kind_decide(make, keep_group):
+    collector = make(
+        prompts=tasks(8),
+        rewards=by_sample,
+        group_size=2,
+        total_groups=2,
+        keep_group=keep_group,
+    )
+    answers = [int(a) for batch in collector for a in batch["answer"]]
+    assert len(answers) == 4
+    assert all(answer % 2 for answer in answers)
+
+
+async def fails(returns):
+    raise KeyError("threshold")
+
+
+@pytest.mark.parametrize(
+    ("keep_group", "message"),
+    [
+        (lambda returns: "no", "returned 'no'; return True"),
+        (lambda returns: [False], r"returned \[False\]; return True"),
+        (fails, "keep_group raised KeyError"),
+    ],
+)
+def test_filters_that_decide_nothing(make, keep_group, message):
+    collector = make(keep_group=keep_group, max_retries=0)
+    with pytest.raises(CollectionError, match=message):
         list(collector)
 
 

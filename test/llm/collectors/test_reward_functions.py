@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from helpers.collecting import tasks
@@ -131,3 +133,32 @@ def test_verl_without_a_ground_truth(make):
 
     with pytest.raises(CollectionError, match="verl's signature .*ground_truth"):
         take(one_batch(make, score))
+
+
+def test_arguments_of_trl_s_trainer(make):
+    def logs(completions, log_metric, **columns):
+        return [1.0] * len(completions)
+
+    def may_log(completions, trainer_state=None, log_metric=None, log_extra=None):
+        return [1.0] * len(completions)
+
+    with pytest.raises(ConfigurationError, match="requires log_metric, .*log_metric="):
+        make(rewards=logs)
+    assert take(one_batch(make, may_log))["reward"] == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (lambda completion, answer, **kwargs: 1.0, "completion"),
+        (lambda prompt, completion: 1.0, "prompt"),
+        (lambda response, ground_truth: 1.0, "response"),
+        (lambda conversation, answer: 1.0, "answer"),
+        (partial(lambda scale, completion, answer: 1.0, 2.0), "completion"),
+    ],
+)
+@pytest.mark.parametrize("argument", ["rewards", "group_rewards"])
+def test_parameters_of_other_libraries(make, function, name, argument):
+    """They would get the conversation and the task, and compare these as texts."""
+    with pytest.raises(ConfigurationError, match=f"parameter {name!r} is a text"):
+        make(**{argument: function})

@@ -28,7 +28,12 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import CollectorTimeouts, Gateway
-from torchrl_sglang.errors import CollectionError, ConfigurationError, TaskError
+from torchrl_sglang.errors import (
+    CollectionError,
+    ConfigurationError,
+    TaskError,
+    UserFunctionError,
+)
 
 TIMEOUTS = CollectorTimeouts(
     step=0.6, reward=0.6, agent=0.6, batch=30.0, shutdown=5.0, turn=30.0
@@ -396,6 +401,23 @@ def test_prompts_that_can_never_work_are_not_tried_again(make, policy):
     assert f"at most {room}" in long
     assert missing.startswith("Prompt 1")
     assert "query_key" in missing
+
+
+async def changes(batch):
+    return batch
+
+
+def test_a_postproc_that_is_not_awaited(make):
+    for each in (
+        changes,
+        partial(changes),
+        type("Changes", (), {"__call__": changes})(),
+    ):
+        with pytest.raises(ConfigurationError, match="postproc=.* coroutine function"):
+            make(postproc=each)
+    collector = make(postproc=lambda batch: changes(batch[:1]))
+    with pytest.raises(UserFunctionError, match="postproc returned a coroutine"):
+        next(iter(collector))
 
 
 def test_prompts_that_cannot_be_read_end_a_collector_at_once(make, fake):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -14,7 +15,7 @@ from torchrl_sglang.objectives.advantages import (
     conversation_returns,
 )
 
-KeepGroup: TypeAlias = Callable[[Sequence[float]], bool]
+KeepGroup: TypeAlias = Callable[[Sequence[float]], bool | Awaitable[bool]]
 """Returns whether a group is trained on, from the returns of its conversations."""
 
 _ROLE = "The function keep_group"
@@ -35,8 +36,8 @@ def has_variance(returns: Sequence[float]) -> bool:
 
 def make_filter(
     function: Any, *, of_agents: bool
-) -> Callable[[list[TensorDictBase]], bool] | None:
-    """Returns what says whether a group is kept, by its rows.
+) -> Callable[[list[TensorDictBase]], Any] | None:
+    """Returns what says whether a group is kept, by its rows: a bool, or a coroutine.
 
     Args:
         function: the user's.
@@ -54,13 +55,26 @@ def make_filter(
         )
     check_call(_ROLE, function, "returns")
 
-    def keeps(rows: list[TensorDictBase]) -> bool:
+    def keeps(rows: list[TensorDictBase]) -> Any:
         how: TrajectoryReturn = "mean" if of_agents else "sum"
         returns, _ = conversation_returns(LazyStackedTensorDict(*rows), how)
         with naming(_ROLE):
             kept = function(returns.tolist())
-        if kept is None:
-            raise UserFunctionError(f"{_ROLE} returned None; return True or False.")
-        return bool(kept)
+        return _await_decision(kept) if inspect.isawaitable(kept) else _decision(kept)
 
     return keeps
+
+
+async def _await_decision(kept: Awaitable[Any]) -> bool:
+    with naming(_ROLE):
+        value = await kept
+    return _decision(value)
+
+
+def _decision(kept: Any) -> bool:
+    """Returns a truth value or a number as a bool, also those of NumPy and PyTorch."""
+    if getattr(kept, "shape", None) == () and hasattr(kept, "item"):
+        kept = kept.item()
+    if not isinstance(kept, (bool, int, float)):
+        raise UserFunctionError(f"{_ROLE} returned {kept!r}; return True or False.")
+    return bool(kept)

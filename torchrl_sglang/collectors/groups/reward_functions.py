@@ -7,7 +7,8 @@ task) -> number`` with a weight. Which kind a function is, its parameters say:
   ``_calculate_rewards`` in ``trl/trainer/grpo_trainer.py``;
 - ``solution_str``: verl's ``compute_score``. Source:
   ``verl/workers/reward_manager/naive.py``;
-- anything else is called with ``(conversation, task)``.
+- anything else is called with ``(conversation, task)``. Functions whose parameters have
+  names of other libraries' are refused.
 """
 
 from __future__ import annotations
@@ -28,6 +29,20 @@ RewardFunctions: TypeAlias = (
     | Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], float]]
 )
 """One function, several, or several with names, and weights if wanted."""
+
+
+_TRAINER_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
+_FOREIGN_NAMES = frozenset(
+    {
+        *("completion", "completion_text", "response", "responses", "response_str"),
+        *("prompt", "prompts", "question", "query", "solution", "solutions", "answer"),
+        *("answers", "ground_truth", "ground_truths", "gold", "label", "labels"),
+        *("target", "targets", "reference", "references", "output", "outputs", "text"),
+        *("texts", "generation", "generations", "prediction", "predictions", "info"),
+        *("model_output", "predict", "predict_str", "reward_input", "reward_inputs"),
+    }
+)
+"""Parameters of verifiers', OpenRLHF's, EasyR1's and other reward functions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,13 +129,53 @@ def _read(
     parameters = _parameters(function)
     call: Callable[..., Any] = function
     if "completions" in parameters:
+        _refuse_trainer(role, parameters)
         call, of_group = _TrlReward(function, role, query_key), True
     elif "solution_str" in parameters:
         call, of_group = _VerlReward(function, role), False
     else:
         names = "conversations" if of_group else "conversation"
         check_call(role, function, names, "task")
+        _refuse_foreign(role, parameters, names)
     return RewardFunction(role=role, call=call, of_group=of_group, weight=float(weight))
+
+
+def _refuse_trainer(role: str, parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Refuses arguments of TRL's trainer that a function requires."""
+    required = [
+        name
+        for name in _TRAINER_ARGUMENTS
+        if name in parameters and parameters[name].default is inspect.Parameter.empty
+    ]
+    if required:
+        raise ConfigurationError(
+            f"{role} has TRL's signature and requires {', '.join(required)}, which "
+            f"only TRL's trainer has; give it a default, such as {required[0]}=None. A "
+            f"named reward is logged by its name."
+        )
+
+
+def _refuse_foreign(
+    role: str, parameters: Mapping[str, inspect.Parameter], conversation: str
+) -> None:
+    """Refuses names that are a text, or a column of the task, in other libraries.
+
+    A conversation or a task would be compared as if it were one, without an error.
+    """
+    positional = [
+        name
+        for name, each in parameters.items()
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    foreign = [name for name in positional[:2] if name in _FOREIGN_NAMES]
+    if foreign:
+        raise ConfigurationError(
+            f"{role} is called with ({conversation}, task), and its parameter "
+            f"{foreign[0]!r} is a text or a value of the task in other libraries. "
+            f"Write a function of ({conversation}, task): the text is "
+            f"conversation.response, and a column of the prompts is task['answer']. Or "
+            f"rename the parameter."
+        )
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -97,10 +98,13 @@ class Batches:
         batch: TensorDictBase = LazyStackedTensorDict(*rows, stack_dim=0)
         if self._postproc is not None:
             batch = self._postproc(batch)
-            if batch is None:
+            if batch is None or inspect.isawaitable(batch):
+                returned = "None" if batch is None else "a coroutine"
+                if inspect.iscoroutine(batch):
+                    batch.close()
                 raise UserFunctionError(
-                    "postproc returned None, and the batch is what it returns; return "
-                    "it, also where it is changed in place."
+                    f"postproc returned {returned}, and the batch is what it returns; "
+                    f"return it, also where it is changed in place."
                 )
         if self._replay_buffer is not None:
             self._consumer_version.set(pool.version)

@@ -113,7 +113,7 @@ class Collection:
         max_in_flight: int | None,
         max_retries: int,
         engine_seconds: float,
-        keeps: Callable[[list[TensorDictBase]], bool] | None = None,
+        keeps: Callable[[list[TensorDictBase]], Any] | None = None,
         asleep: Callable[[], frozenset[str]] = frozenset,
         life: GroupLife | None = None,
     ) -> None:
@@ -540,8 +540,8 @@ class Collection:
             rows = await self._layout.run(
                 lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
             )
-            kept = self._keeps is None or await self._layout.run(
-                partial(self._keeps, rows), seconds=LAYOUT_TIMEOUT_SECONDS
+            kept = self._keeps is None or await self._layout.call(
+                self._keeps, rows, seconds=LAYOUT_TIMEOUT_SECONDS
             )
             traced.set(conversations=self.groups.size, turns=len(rows), kept=kept)
         self.group_seconds.add(time.monotonic() - began)
