@@ -471,7 +471,7 @@ def routes_by_key(package: Path) -> tuple[set[str], set[str]]:
     return user, admin
 
 
-@pytest.mark.parametrize("version", cpu.VERSIONS)
+@pytest.mark.parametrize("version", sorted(cpu.VERSIONS))
 def test_open_routes_are_those_of_sglang(version):
     prefix = Path(sys.prefix, "sglang-cpu")
     overlay = prefix / f"sglang-{version}"
