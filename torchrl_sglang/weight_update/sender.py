@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import next_version, version_order
-from torchrl_sglang.backends.lora.names import parse_served_name
+from torchrl_sglang.backends.lora.names import is_published, parse_served_name
 from torchrl_sglang.errors import (
     RequestRefusedError,
     ServerError,
@@ -710,17 +711,22 @@ class SGLangWeightSender:
         engine, timeout = self._engine, self._options.control_timeout
         try:
             known = run_sync(engine.control.weight_versions(timeout=timeout))
-            self._warn_of_others(known)
+            held: Sequence[tuple[str, ...]] = ()
             if engine.capabilities.has_lora:
                 held = run_sync(engine.control.adapters(timeout=timeout))
-                served = {name for each in held for name in each}
-                known += [parse_served_name(name).version or "" for name in served]
         except ServerError as error:
             raise WeightTransferError(
                 f"The servers could not be asked which weights they hold, so nothing "
                 f"was sent; the update can be tried again. {error}",
                 untouched=True,
             ) from error
+        # Senders publish theirs; a user's own has whatever version it was given.
+        version_of = {
+            name: parse_served_name(name).version or "" for name in chain(*held)
+        }
+        sent = [version_of[name] for name in version_of if is_published(name)]
+        self._warn_of_others([*known, *sent])
+        known += version_of.values()
         known += [adapter.version or "" for adapter in engine.adapters.values()]
         known += [str(count) for count in self._collectors.counts()]
         version = next_version([*known, engine.weight_version, engine.newest_version])

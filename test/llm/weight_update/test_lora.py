@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -284,6 +285,38 @@ def test_a_scheme_sends_the_adapter_alone(lora_engine, peft_models, tmp_path, hf
     assert report.transport == "broadcast"
     for each in (scheme, merging):
         each.shutdown()
+
+
+def test_an_adapter_of_another_trainer_is_noticed(peft_models, caplog):
+    """Once; what an earlier run has left, and what a user loads, is none."""
+    model = peft_models.make(0, r=8)
+    with ExitStack() as stack:
+        server = stack.enter_context(FakeServer(peft_models.path, enable_lora=True))
+        engines = [
+            stack.enter_context(AsyncSGLang.connect(server.url)) for _ in range(3)
+        ]
+        earlier, sender, other = (
+            SGLangWeightSyncScheme(engine, model).create_sender() for engine in engines
+        )
+        earlier.update_weights()
+        tensors, config = adapter_from_model(model)
+        for _ in range(2):
+            sender.update_weights()
+            engines[1].load_adapter(
+                "style", tensors=tensors, config=config, version="77"
+            )
+        sender.update_weights()
+        assert not other_trainers(caplog)
+        version = other.update_weights().version
+        assert not other_trainers(caplog)
+        for _ in range(2):
+            sender.update_weights()
+    (text,) = other_trainers(caplog)
+    assert f"weights of version {version!r}" in text
+
+
+def other_trainers(caplog):
+    return [each for each in caplog.messages if "another trainer" in each]
 
 
 def test_all_that_is_trained_is_sent(lora_engine, peft_models):
