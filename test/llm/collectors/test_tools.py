@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -178,6 +179,23 @@ def test_turns_of_every_family_of_templates(run, template, prefer_tokens):
         conversations=[conversation.messages], chat_template=source, **TOKENS
     )
     assert text.count("3") >= 3
+
+
+@pytest.mark.parametrize("tag", ["1", "call_12345", "\\u00e912345678", "\\ud83d", ""])
+@pytest.mark.parametrize("template", ["mistral-nemo", "mistral-v3", "qwen3"])
+def test_what_a_model_writes_fits_its_template(run, template, tag):
+    """Another id than nine letters and digits would end a collector with Mistral's."""
+    call = write_call("add", {"a": 1, "b": 2}).replace(
+        '"name"', f'"id": "{tag}", "name"'
+    )
+    odd = '<tool_call>{"name": "\\ud83d", "arguments": {"a": "\\ud83d"}}</tool_call>'
+    (conversation,) = run([call, odd, "Done."], template=template)
+    assert len(conversation.turns) == 3
+    ids = [m["tool_call_id"] for m in conversation.messages if m["role"] == "tool"]
+    if template.startswith("mistral"):
+        assert all(re.fullmatch("[A-Za-z0-9]{9}", each) for each in ids)
+    elif tag in ("1", "call_12345"):
+        assert ids[0] == tag
 
 
 @pytest.mark.parametrize("template", sorted(NO_TOOLS))

@@ -19,7 +19,7 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.collectors.groups.endings import Endings, warn
-from torchrl_sglang.collectors.groups.tools import Tools, needs_calls
+from torchrl_sglang.collectors.groups.tools import Tools, probe_template
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -160,9 +160,10 @@ class Conversations:
         self._blocking = blocking
         if step is not None:
             check_step(step)
-        # Whether the policy's messages hold the calls that they make.
-        self._holds_calls = tools is not None and needs_calls(
-            codec.encode, system=system_prompt
+        self._calls = (
+            None
+            if tools is None
+            else probe_template(codec.encode, system=system_prompt)
         )
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
@@ -305,11 +306,14 @@ class Conversations:
 
     async def _reply(self, conversation: Conversation) -> list[Message] | None:
         """Returns the next message, or ``None`` at the end."""
-        if self._tools is not None:
+        if self._tools is not None and self._calls is not None:
             answered = await self._tools.answer(
-                conversation, self._blocking, self._timeouts.step
+                conversation,
+                self._blocking,
+                self._timeouts.step,
+                any_id=self._calls.any_id,
             )
-            if answered and self._holds_calls:
+            if answered and self._calls.in_message:
                 calls = [each.call_message for each in answered]
                 said = conversation.messages[-1]
                 conversation.messages[-1] = {**said, "tool_calls": calls}

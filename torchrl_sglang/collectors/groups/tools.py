@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ ToolFunctions: TypeAlias = (
     | Sequence[Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]
 )
 """Functions, or pairs of function and schema, or a mapping of names to them."""
+
+_MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")
+"""The only ids that Mistral's chat templates take."""
 
 CONVERSATION = "conversation"
 """Parameter of a tool that is not the policy's: it gets the conversation."""
@@ -82,8 +86,9 @@ class AnsweredCall:
         if isinstance(self.call, UnreadableCall):
             written = chat.ToolCall(name="unreadable", arguments={})
         else:
-            arguments = dict(self.call.args or {})
-            written = chat.ToolCall(name=str(self.call.tool), arguments=arguments)
+            arguments = _encodable(dict(self.call.args or {}))
+            name = _encodable(str(self.call.tool))
+            written = chat.ToolCall(name=name, arguments=arguments)
         return written.to_message(self.id)
 
     @property
@@ -91,26 +96,52 @@ class AnsweredCall:
         """The message of the role ``"tool"`` with the result."""
         message = {"role": "tool", "content": self.result, "tool_call_id": self.id}
         if not isinstance(self.call, UnreadableCall):
-            message["name"] = str(self.call.tool)
+            message["name"] = _encodable(str(self.call.tool))
         return message
 
 
-def _ids(calls: Sequence[Any], text: str, turn: int) -> list[str]:
+def _encodable(value: Any) -> Any:
+    """Returns a value of JSON without halves of surrogate pairs.
+
+    A model can write them, and a tokenizer takes none.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {_encodable(name): _encodable(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encodable(each) for each in value]
+    return value
+
+
+def _ids(calls: Sequence[Any], text: str, turn: int, *, any_id: bool) -> list[str]:
     """Returns ids of calls: the model's, or nine letters and digits, as Mistral's.
 
-    They are the same in each run of a deterministic collector.
+    They are the same in each run of a deterministic collector. ``any_id``: the chat
+    template takes other ids than those nine.
     """
     tags = [getattr(call, "tag", None) for call in calls]
-    names = [tag for tag in tags if isinstance(tag, str) and tag]
-    if not len(set(names)) == len(names) == len(calls):
+    names = [_encodable(tag) for tag in tags if isinstance(tag, str) and tag]
+    fit = any_id or all(map(_MISTRAL_ID.fullmatch, names))
+    if not (fit and len(set(names)) == len(names) == len(calls)):
         names = written_ids(text, len(calls))
     return names or [f"t{turn % 1000:03}c{i:04}" for i in range(len(calls))]
 
 
-def needs_calls(encode: Callable[[list[Message]], Any], *, system: str | None) -> bool:
-    """Returns whether the policy's message must hold its calls in a chat template.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallsOfTemplate:
+    """What a chat template takes of calls and their results."""
 
-    Some templates, such as Mistral's, take a second call only so.
+    in_message: bool
+    """Whether the policy's message must hold its calls, as Mistral's templates want."""
+    any_id: bool
+    """Whether ids may be other texts than nine letters and digits."""
+
+
+def probe_template(
+    encode: Callable[[list[Message]], Any], *, system: str | None
+) -> CallsOfTemplate:
+    """Returns what a chat template takes of calls, by rendering some.
 
     Args:
         encode: applies the chat template to a conversation.
@@ -120,13 +151,14 @@ def needs_calls(encode: Callable[[list[Message]], Any], *, system: str | None) -
         ConfigurationError: if the template refuses the message of a tool anyway.
     """
     refused: ConfigurationError | None = None
-    for holds_calls in (False, True):
-        try:
-            encode(_probe(system, holds_calls=holds_calls))
-        except ConfigurationError as error:
-            refused = refused or error
-        else:
-            return holds_calls
+    for in_message in (False, True):
+        for tag in ("call-{}{}", ""):
+            try:
+                encode(_probe(system, tag, in_message=in_message))
+            except ConfigurationError as error:
+                refused = refused or error
+            else:
+                return CallsOfTemplate(in_message=in_message, any_id=bool(tag))
     raise ConfigurationError(
         f"tools cannot be used with this chat template, which refuses messages of the "
         f"role 'tool': {refused} Give the policy another chat_template, or leave tools "
@@ -134,17 +166,23 @@ def needs_calls(encode: Callable[[list[Message]], Any], *, system: str | None) -
     ) from refused
 
 
-def _probe(system: str | None, *, holds_calls: bool) -> list[Message]:
-    """Returns a conversation with two turns that call tools, and one that does not."""
+def _probe(system: str | None, tag: str, *, in_message: bool) -> list[Message]:
+    """Returns a conversation with two turns that call tools, and one that does not.
+
+    ``tag``: form of the ids; empty for those of this module.
+    """
     messages: list[Message] = [{"role": "user", "content": "?"}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    call = ToolCall(tool="probe", args={})
     for turn, count in enumerate((2, 1), start=1):
-        calls = [call] * count
-        answered = [AnsweredCall(call, "?", each) for each in _ids(calls, "", turn)]
+        tags = [tag.format(turn, place) or None for place in range(count)]
+        calls = [ToolCall(tool="probe", args={}, tag=each) for each in tags]
+        ids = _ids(calls, "", turn, any_id=True)
+        answered = [
+            AnsweredCall(call, "?", each) for call, each in zip(calls, ids, strict=True)
+        ]
         reply: dict[str, Any] = {"role": "assistant", "content": "?"}
-        if holds_calls:
+        if in_message:
             reply["tool_calls"] = [each.call_message for each in answered]
         messages += [reply, *(each.message for each in answered)]
     return messages
@@ -198,13 +236,19 @@ class Tools:
         self._parser = parser
 
     async def answer(
-        self, conversation: Any, blocking: BlockingCalls, seconds: float
+        self,
+        conversation: Any,
+        blocking: BlockingCalls,
+        seconds: float,
+        *,
+        any_id: bool = True,
     ) -> list[AnsweredCall]:
         """Runs the calls in the last response of a conversation, side by side.
 
         Those in its reasoning are none. The result is a text that begins with
         ``Error:`` for a call that cannot be read, of a tool that does not exist or
-        fails, and for one that takes too long.
+        fails, and for one that takes too long. ``any_id``: as
+        :class:`CallsOfTemplate` has it.
         """
         turn = conversation.turns[-1]
         text = behind_reasoning(conversation.response, turn.prompt.text)
@@ -212,7 +256,7 @@ class Tools:
         results = await together(
             self._run(each, conversation, blocking, seconds) for each in calls
         )
-        ids = _ids(calls, text, len(conversation.turns))
+        ids = _ids(calls, text, len(conversation.turns), any_id=any_id)
         answered = zip(calls, results, ids, strict=True)
         return [AnsweredCall(*each) for each in answered]
 
