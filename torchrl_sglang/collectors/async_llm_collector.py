@@ -161,8 +161,9 @@ class AsyncLLMCollector(GroupCollector):
             trainer on the same servers: ``"warn"`` (default), once, or ``"raise"``,
             which ends the collector.
         keep_group (callable, optional): gets the returns of a complete group's
-            conversations, a list of float, and says whether the group is trained on;
-            another prompt takes the place of one that is not. ``has_variance`` drops
+            conversations, a list of float, and returns whether the group is trained
+            on; it may be a coroutine function. Another prompt takes the place of a
+            group that is not. ``has_variance`` drops
             groups that teach nothing, as DAPO's dynamic sampling does
             (https://arxiv.org/abs/2503.14476). After the groups of ten updates in a row
             the collector ends with an error.

@@ -14,7 +14,7 @@ from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.recorder import check_recorder
 from torchrl_sglang.support.checks import check_choice, check_count, check_flag
-from torchrl_sglang.support.user_code import returns_awaitable
+from torchrl_sglang.support.user_code import refuse_coroutine
 
 OnOtherSender: TypeAlias = Literal["warn", "raise"]
 """What happens to a batch whose tokens come from weights that another sender sent."""
@@ -73,12 +73,11 @@ def check_options(given: Mapping[str, Any]) -> None:
             _check_timeouts(value)
         elif name in ("postproc", "tool_parser"):
             _check_function(name, value)
-            if name == "postproc" and returns_awaitable(value):
-                raise ConfigurationError(
-                    f"postproc={value!r} is a coroutine function, and it is called in "
-                    f"the thread that takes a batch, without an event loop; give a "
-                    f"function."
+            if name == "postproc":
+                reason = (
+                    "the thread that takes a batch, without an event loop, calls it"
                 )
+                refuse_coroutine(name, value, reason)
     check_one_response(given.get("request_order", "arrival"), _further(given))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.support.checks import check_count, nearest, refuse_unknown
+from torchrl_sglang.support.user_code import refuse_coroutine
 
 REWARD = ("next", "reward")
 DONE = ("next", "done")
@@ -157,6 +158,7 @@ class GroupAdvantage:
                 f"advantage={kind!r} is not one of {', '.join(ADVANTAGES)}, nor a "
                 f"function of returns.{hint}"
             )
+        refuse_coroutine("advantage", kind, "it is called without an event loop")
         if trajectory_return not in ("sum", "mean"):
             raise ConfigurationError(
                 f"trajectory_return={trajectory_return!r} must be 'sum' or 'mean'."

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from torchrl_sglang.errors import ConfigurationError
+
 T = TypeVar("T")
 
 
@@ -143,6 +145,24 @@ def returns_awaitable(function: Any) -> bool:
         inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
         for each in calls
     )
+
+
+def refuse_coroutine(name: str, function: Any, reason: str) -> None:
+    """Refuses a coroutine function where nothing awaits what it returns.
+
+    Args:
+        name: of the argument.
+        function: the user's.
+        reason: why it is not awaited, a clause.
+
+    Raises:
+        ConfigurationError: naming the argument.
+    """
+    if returns_awaitable(function):
+        raise ConfigurationError(
+            f"{name}={function!r} is a coroutine function, and {reason}; give a "
+            f"function."
+        )
 
 
 def describe(error: BaseException) -> str:

@@ -54,6 +54,7 @@ from torchrl_sglang.support.checks import (
     suggest,
 )
 from torchrl_sglang.support.urls import KEY_VARIABLE
+from torchrl_sglang.support.user_code import refuse_coroutine
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities, ServerPlacement
 
@@ -94,6 +95,8 @@ def check_parts(**given: Any) -> None:
             raise ConfigurationError(
                 f"{name} must be {' or '.join(PARTS[name])}, got {value!r}."
             )
+        if name != "agent":
+            refuse_coroutine(name, value, "what it returns is not awaited")
 
 
 def check_attention(name: Any) -> None:

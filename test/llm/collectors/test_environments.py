@@ -16,6 +16,10 @@ from torchrl_sglang import CollectorTimeouts
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 
 
+async def coroutine_of_env() -> ChatEnv:
+    return make_env()
+
+
 def make_env(transform=None) -> ChatEnv:
     env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
     return env if transform is None else env.append_transform(transform())
@@ -112,6 +116,8 @@ def test_tokens_that_are_masked(make_with_env, update):
 def test_what_is_no_environment(make_with_env):
     with pytest.raises(ConfigurationError, match="a function that makes"):
         make_with_env(make_env())
+    with pytest.raises(ConfigurationError, match="env=.* is a coroutine function"):
+        make_with_env(coroutine_of_env)
     for wrong in (lambda: ChatEnv(batch_size=(2,)), dict):
         with pytest.raises(ConfigurationError, match=r"batch size \(1,\)"):
             make_with_env(wrong)

@@ -112,7 +112,13 @@ def test_a_function_that_divides_by_zero(function):
     assert "advantage" in GroupAdvantage(SIZE, function)(batch).keys()
 
 
+async def waits(returns):
+    return returns
+
+
 def test_what_is_refused():
+    with pytest.raises(ConfigurationError, match="advantage=.* coroutine function"):
+        GroupAdvantage(SIZE, waits)
     with pytest.raises(ConfigurationError, match="groups of 4; give the collector"):
         GroupAdvantage(SIZE)(batch_of([1.0] * 6))
     cut_off = batch_of([1.0] * SIZE, turns=[2] * SIZE)[:-1]

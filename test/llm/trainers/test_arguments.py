@@ -36,7 +36,7 @@ from torchrl_sglang.recording.format import find_recording
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.support.counterparts import PEFT, TORCHRL, TRL, VERL
-from torchrl_sglang.trainers.arguments import check_folder
+from torchrl_sglang.trainers.arguments import check_folder, check_parts
 from torchrl_sglang.weight_update.transports.disk import DiskOptions
 
 PROMPTS = [{"query": "Say 1."}]
@@ -306,3 +306,20 @@ def test_all_names_of_another_library_are_refused_together():
         ConfigurationError, match=r"lr=\.\.\. .* kl_to_ref_coeff=\.\.\."
     ):
         GRPO("model", learning_rate=1e-6, beta=0.1)
+
+
+async def waits(*args):
+    return args
+
+
+class Waits:
+    async def __call__(self, *args):
+        return args
+
+
+@pytest.mark.parametrize("part", ["loss", "optimizer", "collector", "env"])
+def test_coroutine_functions_that_nothing_awaits(part):
+    for function in (waits, partial(waits), Waits()):
+        with pytest.raises(ConfigurationError, match=f"{part}=.* coroutine function"):
+            check_parts(**{part: function})
+    check_parts(agent=waits, loss=CorrectedGRPOLoss)

@@ -47,7 +47,7 @@ from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.user_code import describe, together
+from torchrl_sglang.support.user_code import describe, refuse_coroutine, together
 from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import Completion
 
@@ -204,6 +204,7 @@ class EnvironmentGroups:
                 f"env must be a function that makes an environment, because each "
                 f"conversation has its own, got {make_env!r}."
             )
+        refuse_coroutine("env", make_env, "it is called in a thread")
         if not list_to_stack():
             raise ConfigurationError(
                 "Environments need tensordict.set_list_to_stack(True).set() at the "
