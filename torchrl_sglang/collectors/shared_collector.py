@@ -222,6 +222,8 @@ class SharedCollector:
 
         def load() -> int:
             self.collector.load_state_dict(state_dict)
+            # A collector of the user's own may not count its batches.
+            self._has_shared = bool(state_dict.get("batches"))
             return int(self.collector.policy_version)
 
         self.policy_version = self._ranks.first(load)
