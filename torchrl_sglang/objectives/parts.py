@@ -11,14 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError, SGLangError
+from torchrl_sglang.support.user_code import describe
 
 T = TypeVar("T")
 
 _KINDS = (NotFiniteError, ConfigurationError, SGLangError)
 """Kinds of errors that ranks agree on. The first one may be lived with, so that a rank
 must not have it where another has one that ends the run."""
+
+_ELSEWHERE = (
+    "Another rank of the trainer refused its part of the batch, or failed with it; its "
+    "own error says why."
+)
 
 
 class LossRanks:
@@ -82,15 +89,18 @@ class LossRanks:
         """Raises an error of any rank on all of them, of the same kind on each."""
         own = worst = 0 if error is None else _kind_of(error)
         if self.size > 1:
+            if error is not None and str(error) != _ELSEWHERE:
+                # A rank that still waits in another collective keeps this one waiting.
+                torchrl_logger.warning(
+                    f"Rank {dist.get_rank()} of the trainer has an error, which ends "
+                    f"this step on all ranks: {describe(error)}."
+                )
             code = torch.tensor(own, device=self._device)
             worst = int(self.reduce(code, dist.ReduceOp.MAX).item())
         if error is not None and own == worst:
             raise error
         if worst:
-            raise _KINDS[worst - 1](
-                "Another rank of the trainer refused its part of the batch, or failed "
-                "with it; its own error says why."
-            ) from error
+            raise _KINDS[worst - 1](_ELSEWHERE) from error
 
     def add_up(self, parameters: Iterable[nn.Parameter]) -> None:
         """Makes gradients the sums over the ranks."""
