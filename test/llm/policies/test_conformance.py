@@ -1093,7 +1093,10 @@ REFUSALS = {
         message="The batch of shape (0,) is empty",
         error=ValueError,
     ),
-    "no TensorDict": Refusal(td=lambda: "hi", message="'str' object has no attribute"),
+    # It fails on the way, with an AttributeError.
+    "no TensorDict": Refusal(
+        td=lambda: "hi", message="A policy takes a TensorDict", error=ValueError
+    ),
     # Its keywords go to vLLM's class, where a wrong one is a TypeError.
     "unknown keyword": Refusal(
         call={"nonsense": 1},
