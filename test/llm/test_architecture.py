@@ -191,6 +191,7 @@ REACHES_ENGINE = {
     "launch.gpus.visible_devices",
     "launch.loaders.torchrl_sglang_delta",
     "lora.names.check_name",
+    "lora.names.is_published",
     "lora.names.parse_served_name",
     "lora.payload.check_kind",
     "lora.payload.fits_servers",

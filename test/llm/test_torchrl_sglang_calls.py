@@ -184,7 +184,7 @@ def test_connect(engine):
         (("m",), {"model_name": "m"}, "Give model once: model='m', model_name='m'"),
         ((), {}, "Give the model"),
         (("m",), {"timeout": "3"}, "timeout must be a positive, finite"),
-        (("/no/where", 2), {"tensor_parallel_size": 2}, "both set SGLang's 'tp_size'"),
+        (("/no/where", 2), {"tensor_parallel_size": 4}, "both set SGLang's 'tp_size'"),
     ],
 )
 def test_from_pretrained(args, kwargs, words):

@@ -82,7 +82,7 @@ def _encode_with_starts(text: str, tokenizer: Any) -> tuple[list[int], list[int]
     return ids, lengths
 
 
-class _Pass(NamedTuple):
+class _LoopPass(NamedTuple):
     """A pass of a loop, or what is behind the loop."""
 
     loop: int
@@ -121,7 +121,7 @@ def _assistant_spans(
 
 def _render_passes(
     chat: Sequence[Message], template: ChatTemplate, *, prompt: bool = False
-) -> tuple[str, list[_Pass]]:
+) -> tuple[str, list[_LoopPass]]:
     """Returns a rendered conversation, and the passes of loops that wrote it."""
 
     def mark(loop: int, message: int | None) -> str:
@@ -136,14 +136,14 @@ def _render_passes(
     ends: dict[int, int] = {}
     passes = []
     for loop, index, begin in reversed(begins):
-        passes.append(_Pass(loop, index, begin, ends.get(loop, len(text))))
+        passes.append(_LoopPass(loop, index, begin, ends.get(loop, len(text))))
         ends[loop] = begin
     return text, passes[::-1]
 
 
 def _pass_of(
-    index: int, passes: Sequence[_Pass], chat: Sequence[Message]
-) -> _Pass | None:
+    index: int, passes: Sequence[_LoopPass], chat: Sequence[Message]
+) -> _LoopPass | None:
     """Returns the pass that writes a message; ``None`` if nothing is written of it."""
     writing = [p for p in passes if p.message == index and p.begin < p.end]
     if len(writing) == 1:
@@ -154,7 +154,11 @@ def _pass_of(
 
 
 def _size_of_header(
-    index: int, turn: _Pass, text: str, chat: Sequence[Message], template: ChatTemplate
+    index: int,
+    turn: _LoopPass,
+    text: str,
+    chat: Sequence[Message],
+    template: ChatTemplate,
 ) -> int:
     """Returns how much of the generation prompt the template writes before a turn."""
     before, written = chat[:index] or [_QUESTION], text[turn.begin : turn.end]

@@ -335,8 +335,11 @@ class ChatTemplate(Encoder):
         """Returns the text that the template writes behind a response and its end."""
         # A token that a request chose as an end is none to the template.
         end = response.end if response.end in self.special else None
-        # The message has an end that the template does not write.
-        rest = after_text(now, response.text.removesuffix(end or ""))
+        text = response.text
+        if end is not None and self.special[end] not in self.end_ids:
+            # The message has an end that the template does not write.
+            text = text.removesuffix(end)
+        rest = after_text(now, text)
         if end is None:
             # If it is None, where the response ends in other words is not known.
             return rest

@@ -133,6 +133,9 @@ def add(session: Session, prompt: Prompt, ids: Sequence[int], **fields: Any) -> 
 def test_a_turn_renders_its_conversation_once() -> None:
     tokenizer = Counting("qwen2.5")
     template, session = ChatTemplate(tokenizer), Session("s")
+    # Read off the template once, by rendering another conversation.
+    assert template.end_ids
+    tokenizer.rendered = 0
     messages: list[Any] = [USER]
     for number in range(1, 6):
         prompt = session.prompt(messages, PromptSettings(), template)
@@ -221,6 +224,9 @@ def test_turns_that_nobody_saw_leave_their_numbers_out() -> None:
 def test_any_turn_is_gone_on_from_by_rendering_once() -> None:
     tokenizer = Counting("qwen2.5")
     template, session = ChatTemplate(tokenizer), Session("s")
+    # Read off the template once, by rendering another conversation.
+    assert template.end_ids
+    tokenizer.rendered = 0
     prompt = session.prompt([USER], PromptSettings(), template)
     for number in range(GROWING_TURNS + 1):
         add(session, prompt, template.encode(f"{number}<|im_end|>"))
@@ -239,6 +245,8 @@ def test_a_call_in_other_words_renders_twice() -> None:
     reply = called("a", {"x": 1})
     template.render([USER, reply], PromptSettings())
     add(session, prompt, template.encode(text), reply=reply)
+    # Read off the template once, by rendering another conversation.
+    assert template.end_ids
     before = tokenizer.rendered
     prompt = session.prompt([USER, reply, result("a")], PromptSettings(), template)
     assert prompt.parent == 0

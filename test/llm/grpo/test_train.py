@@ -127,7 +127,7 @@ def test_functions(train, tmp_path, monkeypatch):
         ([CPU, "lr"], "Give a YAML file, then NAME=VALUE"),
         (["nowhere.yaml"], "nowhere.yaml cannot be read"),
         ([CPU, "group_sise=4"], "no argument 'group_sise'. Did you mean 'group_size'?"),
-        ([CPU, "zzz=1"], "there are model, prompts"),
+        ([CPU, "zzz=1"], "GRPO has no argument 'zzz'"),
         ([CPU, "step=nowhere:f"], "step='nowhere:f' names no function: No module"),
         ([CPU, "env=gsm8k:wrong"], "env='gsm8k:wrong' names no function: module"),
         ([CPU, "rewards=right"], "Write MODULE:FUNCTION"),

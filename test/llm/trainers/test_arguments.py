@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
-from peft import LoraConfig
 
 from torchrl_sglang import (
     GRPO,
@@ -211,7 +210,7 @@ ARGUMENTS = names_of(GRPO)
 INNER = {
     "generate_kwargs": {*SAMPLING_PARAMETERS},
     "loss": names_of(CorrectedGRPOLoss, CorrectedGRPOLoss.__mro__[1]),
-    "lora": names_of(LoraConfig),
+    "lora": names_of(pytest.importorskip("peft").LoraConfig),
     "optimizer": names_of(torch.optim.AdamW),
     "rewards": {"name"},
 }
@@ -259,8 +258,8 @@ def test_names_of_other_libraries_in_mappings():
     given = {"prompts": PROMPTS, "rewards": brief}
     for wrong, hint in (
         ({"collector": {"repeats": 4}}, "repeats is group_size=..."),
-        ({"lora": {"rank": 4}}, "rank is r=..."),
-        ({"lora": {"alpha": 4}}, "alpha is lora_alpha=..."),
+        ({"lora": {"rank": 4}}, "Did you mean 'r'"),
+        ({"lora": {"alpha": 4}}, "Did you mean 'lora_alpha'"),
     ):
         with pytest.raises(ConfigurationError, match=hint):
             GRPO("model", **given, **wrong)

@@ -571,7 +571,7 @@ def test_overlong_responses_are_punished():
         ({"collector": {"group_size": 3}}, "'group_size', which the run itself says"),
         ({"prompts": [{"query": "a", "advantage": 1}]}, "a column 'advantage'"),
         ({"prompts": TakenColumn()}, "A task has a column 'advantage'"),
-        ({"lora": {"rank": 4}}, "lora has no argument 'rank'.* Did you mean 'r'"),
+        ({"lora": {"rank": 4}}, "ignore or refuse. Did you mean 'r'"),
         ({"lora": {"alpha": 8}}, "Did you mean 'lora_alpha'"),
         ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
         ({"collector": {"request_order": "newest"}}, "'arrival', 'oldest', 'longest'"),

@@ -364,19 +364,17 @@ class HttpClient:
 
     def _login(self, url: str) -> dict[str, str]:
         """Returns the header with which a server lets a request to a URL in."""
-        path = url.partition("?")[0]
-        is_open = "/v1/" in path or path.rpartition("/")[2] in OPEN_ROUTES
-        key = None if is_open else self._admin_api_key
-        key = self.api_key if key is None else key
-        if key is not None:
-            return {"Authorization": f"Bearer {key}"}
         place = url if self._credentials else ""
         while place:
             if place in self._credentials:
                 return {"Authorization": self._credentials[place]}
             # An address may have a path, and a request's begins with that.
             place = place.rpartition("/")[0]
-        return {}
+        path = url.partition("?")[0]
+        is_open = "/v1/" in path or path.rpartition("/")[2] in OPEN_ROUTES
+        key = None if is_open else self._admin_api_key
+        key = self.api_key if key is None else key
+        return {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def give_up(self, server: str, *, before: float = math.inf) -> None:
         """Fails the requests to a server that began ``before``, as if it hung up.
