@@ -413,7 +413,7 @@ PROGRAMS = {
         variant="sdk",
         without={
             **CLAUDE_CODE.without,
-            "overflow": "Its error is right, but it does not ask as scripted.",
+            "overflow": "It sends a request that the script has no reply for.",
         },
     ),
     "codex": Program(
