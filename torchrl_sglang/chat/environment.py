@@ -118,13 +118,15 @@ MARKER = "torchrl_sglang_mark"
 """The variable of :func:`marking_template` with the function that returns marks."""
 
 
-def marking_template(source: str) -> Template:
+def marking_template(tokenizer: Any, source: str) -> Template:
     """Returns a template that writes a mark before each pass of a loop, and behind it.
 
     It calls the variable :data:`MARKER` with the number of the loop, and in a pass with
     the values of the loop's variables, too.
     """
-    compiled = chat_template_utils._compile_jinja_template(source)
+    compiled = quick_template(tokenizer, source)
+    if compiled is None:
+        compiled = chat_template_utils._compile_jinja_template(source)
     environment: Environment = compiled.environment
     tree = _Marking().visit(environment.parse(source))
     return environment.from_string(tree.set_environment(environment))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
 
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.template import ChatTemplate
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ChatTemplateError, ConfigurationError
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -105,17 +106,25 @@ def _assistant_spans(
     rendered, passes = _render_passes(chat, template)
     if rendered != text:
         raise _not_found("other texts are made of what the loop writes")
+    headers = _Headers(chat, text, template)
     spans = []
     for index in turns:
         turn = _pass_of(index, passes, chat)
         if turn is None:
             continue
-        begin = turn.begin + _size_of_header(index, turn, text, chat, template)
+        begin = turn.begin + headers.size(index, turn)
         written = text[begin : turn.end].rstrip()
         if index == len(chat) - 1 and not written.endswith(tuple(template.special)):
             # The end of the turn may be behind the loop.
             written = text[begin:].rstrip()
-        spans.append((begin, begin + len(written)))
+        end = begin + len(written)
+        # Results of calls can be written in the turn that has the calls.
+        for inner in _passes_within(turn, passes):
+            if inner.message is None or chat[inner.message]["role"] == "assistant":
+                continue
+            spans.append((begin, inner.begin))
+            begin = max(begin, inner.end)
+        spans.append((begin, end))
     return spans
 
 
@@ -146,6 +155,9 @@ def _pass_of(
 ) -> _LoopPass | None:
     """Returns the pass that writes a message; ``None`` if nothing is written of it."""
     writing = [p for p in passes if p.message == index and p.begin < p.end]
+    if len(writing) > 1:
+        # A result's pass can look for the name of its call in all messages.
+        writing = [p for p in writing if not _is_nested(p, passes)]
     if len(writing) == 1:
         return writing[0]
     if writing or chat[index]["content"] or chat[index].get("tool_calls"):
@@ -153,41 +165,77 @@ def _pass_of(
     return None
 
 
-def _size_of_header(
-    index: int,
-    turn: _LoopPass,
-    text: str,
-    chat: Sequence[Message],
-    template: ChatTemplate,
-) -> int:
-    """Returns how much of the generation prompt the template writes before a turn."""
-    before, written = chat[:index] or [_QUESTION], text[turn.begin : turn.end]
-    header = _behind_loop(turn.loop, before, template, prompt=True)
-    if written.startswith(header):
-        return len(header)
-    # What the template writes behind each conversation is no part of the header.
-    always = _behind_loop(turn.loop, before, template, prompt=False)
-    headers = [header, header.removeprefix(always)]
-    # A "<think>" in it is not written again of earlier turns. What the turn's own text
-    # has in common with that is no header: another text shows where the header ends.
-    probe = {"role": "assistant", "content": _MARKS[0]}
-    others = [*chat[:index], probe, *chat[index + 1 :]]
-    rendered, passes = _render_passes(others, template)
-    other = _pass_of(index, passes, others)
-    assert other is not None
-    of_probe = rendered[other.begin : other.end]
-    return max(_num_common(header, written, of_probe) for header in headers)
+def _is_nested(inner: _LoopPass, passes: Sequence[_LoopPass]) -> bool:
+    """Returns whether a pass lies in a pass that another loop makes of a message."""
+    return any(
+        outer.loop != inner.loop
+        and outer.message is not None
+        and outer.end >= inner.end
+        for outer in passes[: passes.index(inner)]
+    )
 
 
-def _behind_loop(
-    loop: int, chat: Sequence[Message], template: ChatTemplate, *, prompt: bool
-) -> str:
-    """Returns what a template writes behind its loop over the messages."""
-    rendered, passes = _render_passes(chat, template, prompt=prompt)
-    begins = [each.begin for each in passes if each.loop == loop]
-    if not begins:
+def _passes_within(outer: _LoopPass, passes: Sequence[_LoopPass]) -> list[_LoopPass]:
+    """Returns the passes that other loops make in a pass."""
+    later = passes[passes.index(outer) + 1 :]
+    return list(takewhile(lambda inner: inner.loop != outer.loop, later))
+
+
+class _Headers:
+    """Finds the part of the generation prompt that a template writes in a turn's pass.
+
+    Args:
+        chat: a complete conversation.
+        text: the conversation as the template renders it.
+        template: of the model.
+    """
+
+    def __init__(
+        self, chat: Sequence[Message], text: str, template: ChatTemplate
+    ) -> None:
+        self._chat, self._text, self._template = chat, text, template
+
+    def size(self, index: int, turn: _LoopPass) -> int:
+        """Returns the number of characters of that part in the pass of a message."""
+        before, written = self._chat[:index], self._text[turn.begin : turn.end]
+        header = self._behind_loop(turn.loop, before, prompt=True)
+        if written.startswith(header):
+            return len(header)
+        # What the template writes behind each conversation is no part of the header.
+        always = self._behind_loop(turn.loop, before, prompt=False)
+        headers = [header, header.removeprefix(always)]
+        # A "<think>" in it is not written again of earlier turns. What the turn's own
+        # text has in common with that is no header: other texts show where it ends.
+        rendered, passes = self._probes
+        other = _pass_of(index, passes, self._chat)
+        of_probe = "" if other is None else rendered[other.begin : other.end]
+        return max(_num_common(header, written, of_probe) for header in headers)
+
+    @cached_property
+    def _probes(self) -> tuple[str, list[_LoopPass]]:
+        """The conversation with other texts in the assistant's turns."""
+        probe = {"role": "assistant", "content": _MARKS[0]}
+        probes = [probe if m["role"] == "assistant" else m for m in self._chat]
+        return _render_passes(probes, self._template)
+
+    def _behind_loop(self, loop: int, chat: Sequence[Message], *, prompt: bool) -> str:
+        """Returns what a template writes behind its loop over the messages."""
+        # Some templates refuse conversations without a user's message.
+        for messages in (chat, [*chat, _QUESTION]):
+            if not messages:
+                continue
+            try:
+                rendered, passes = _render_passes(
+                    messages, self._template, prompt=prompt
+                )
+            except ChatTemplateError:
+                if messages is chat:
+                    continue
+                raise
+            begins = [each.begin for each in passes if each.loop == loop]
+            if begins:
+                return rendered[begins[-1] :]
         raise _not_found("the loop is left out of a shorter conversation")
-    return rendered[begins[-1] :]
 
 
 def _num_common(*texts: str) -> int:

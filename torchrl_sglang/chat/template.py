@@ -124,20 +124,27 @@ class ChatTemplate(Encoder):
 
         Args:
             messages: as :meth:`in_form` returns them.
-            mark: called with the number of a loop, and the position of a message, or
-                ``None`` behind the loop.
+            mark: called with the number of a loop over messages, and the position of a
+                message, or ``None`` behind the loop.
             prompt: up to the assistant's turn.
 
         Raises:
             ConfigurationError: if the template does not take the conversation.
         """
         read = as_read([dict(message) for message in messages])
+        places = {id(message): index for index, message in enumerate(read)}
+        running: set[int] = set()
 
         def mark_each(loop: int, *values: Any) -> str:
-            if not values:
-                return mark(loop, None)
-            places = [i for i, m in enumerate(read) if any(m is v for v in values)]
-            return mark(loop, places[0]) if places else ""
+            # What loops over other values write may be trimmed or measured.
+            place = next((places[id(v)] for v in values if id(v) in places), None)
+            if place is not None:
+                running.add(loop)
+            elif values or loop not in running:
+                return ""
+            else:
+                running.remove(loop)
+            return mark(loop, place)
 
         variables = {**self._variables(read, prompt=prompt), MARKER: mark_each}
         try:
@@ -147,7 +154,7 @@ class ChatTemplate(Encoder):
 
     @cached_property
     def _marking(self) -> Template:
-        return marking_template(self.source)
+        return marking_template(self.tokenizer, self.source)
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

@@ -158,6 +158,74 @@ def test_masks_of_tool_calls(name, content):
     assert runs == [written + family.end, answer + family.end]
 
 
+HEADER, FOOTER = "{% for m in messages %}<{{ m.role }}>", "{{ eos_token }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}<assistant>{% endif %}"
+NAMES = "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}"
+RESULTS = (
+    "{% for t in messages[loop.index:] %}{% if t.role != 'tool' %}{% break %}"
+    "{% endif %}[{{ t.content }}]{% endfor %}"
+)
+CALLER = (
+    "{% for o in messages %}{% for c in o.tool_calls if c.id == m.tool_call_id %}"
+    "{{ c.function.name }}={% endfor %}{% endfor %}"
+)
+SPLIT = (
+    "{% macro split(x) %}{% for p in x.split('|') %}{{ p }}{% endfor %}{% endmacro %}"
+)
+REFUSES = (
+    "{% if messages | selectattr('role', 'eq', 'user') | list | length == 0 %}"
+    "{{ raise_exception('No user query') }}{% endif %}"
+)
+MERGED = HEADER.replace("messages", "messages[1:]") + (
+    "{{ messages[0].content if loop.first else '' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (
+            HEADER + "{{ m.content }}" + NAMES + RESULTS + FOOTER,
+            "<assistant>«hello.»<user>q.<assistant>«(f)»[r]«.»<tool>r.<assistant>«yes.»",
+        ),
+        (
+            HEADER + CALLER + "{{ m.content }}" + NAMES + FOOTER,
+            "<assistant>«hello.»<user>q.<assistant>«(f).»<tool>f=r.<assistant>«yes.»",
+        ),
+        (
+            SPLIT + HEADER + "{{ split(m.content) | trim }}" + NAMES + FOOTER,
+            "<assistant>«hello.»<user>q.<assistant>«(f).»<tool>r.<assistant>«yes.»",
+        ),
+        (
+            SPLIT + HEADER + "{% set x = split(m.content) %}{{ x or '-' }}" + FOOTER,
+            "<assistant>«hello.»<user>q.<assistant>«-.»<tool>r.<assistant>«yes.»",
+        ),
+    ],
+    ids=["results in the turn", "names of calls", "trimmed macro", "empty macro"],
+)
+@pytest.mark.parametrize("refuses", ["", REFUSES], ids=["", "no first question"])
+@pytest.mark.parametrize("system", [False, True], ids=["", "merged system"])
+def test_masks_of_templates_with_loops_in_loops(
+    tokenizer, source, expected, refuses, system
+):
+    chat = [
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [call(0)]},
+        result(0) | {"content": "r"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    expected = expected.replace("(f)", f"({call(0)['function']['name']})")
+    expected = expected.replace("f=", f"{call(0)['function']['name']}=")
+    if system:
+        chat = [{"role": "system", "content": "S"}, *chat]
+        source = source.replace(HEADER, MERGED).replace("[loop.", "[1 + loop.")
+        expected = expected.replace("«", "«S", 1)
+    template = ChatTemplate(tokenizer, refuses + source + PROMPT, adapts_calls=False)
+    _, (ids,), (mask,) = encode_full([chat], template)
+    assert between_marks(ids, mask, tokenizer).replace("<|im_end|>", ".") == expected
+
+
 LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
