@@ -42,10 +42,9 @@ FIRST_STOP = 200
 """Tokens from here on end a response; the tokenizer knows none of them."""
 
 
-def queries(options: argparse.Namespace) -> list[str]:
-    """Returns the prompts: new ones in each batch, or the same few in each epoch."""
-    count = options.tasks or 4096
-    return [f"Tell me a story about the number {number:06}." for number in range(count)]
+def queries() -> list[str]:
+    """Returns the prompts: new ones in each batch."""
+    return [f"Tell me a story about the number {number:06}." for number in range(4096)]
 
 
 def make_model(name: str, folder: str) -> str:
@@ -88,8 +87,6 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
     }
     if options.rollout_dtype != "auto":
         engine["rollout_dtype"] = options.rollout_dtype
-    if options.drafts != "none":
-        engine["drafts"] = options.drafts
     if options.device == "cpu":
         engine |= {"device": "cpu", "dtype": "float32"}
     else:
@@ -98,7 +95,7 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
         engine |= server_arguments()
     return GRPO(
         path,
-        prompts=[{"query": query} for query in queries(options)],
+        prompts=[{"query": query} for query in queries()],
         rewards=remainder,
         generate_kwargs=sampling,
         group_size=options.group_size,
@@ -166,7 +163,7 @@ def measure_alone(run: GRPO, batch: Any, options: argparse.Namespace) -> dict[st
                 tokenize=True,
                 return_dict=False,
             )
-            for query in queries(options)[-options.groups :]
+            for query in queries()[-options.groups :]
         ]
         found = run.engine.generate(
             input_ids=[each for each in prompts for _ in range(options.group_size)],
@@ -231,8 +228,6 @@ def main() -> None:
         server_memory=0.5,
         max_staleness=0,
         rollout_dtype="auto|fp8",
-        drafts="none|history",
-        tasks=0,  # Different prompts; 0: as many as there are.
         steps=6,
         warmup=2,
         alone=3,
@@ -253,7 +248,6 @@ def main() -> None:
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
             peaks = ranks.gather(peak)
             alone = measure_alone(run, batch, options)
-            drafts = ranks.first(lambda: run.engine and run.engine.stats().drafts)
         if ranks.is_first:
             found = summarize(steps, alone, options.warmup)
             found |= {"trainer_peak": max(peaks), "ranks": ranks.size}
@@ -261,9 +255,6 @@ def main() -> None:
             found["responses"] = number * found["batch/response_tokens"]
             print(f"{options.model}, {options.arrangement}, {ranks.size} ranks")
             show(found, options.warmup)
-            if drafts:
-                found["accepted_length"] = drafts.accepted_length
-                print(f"drafts: {drafts}")
             if options.json:
                 Path(options.json).write_text(json.dumps(found))
     finally:

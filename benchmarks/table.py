@@ -34,10 +34,6 @@ ROWS: dict[str, tuple[str, ...]] = {
         *("--arrangement", "apart", "--max-staleness", "1"),
         *("--rollout-dtype", "fp8"),
     ),
-    "history-1": (
-        *("--arrangement", "apart", "--max-staleness", "1"),
-        *("--drafts", "history", "--tasks", "32"),
-    ),
     "colocated": ("--arrangement", "colocated"),
 }
 """Name of a row -> options of `recipe.py`."""
@@ -47,7 +43,6 @@ MEANINGS = {
     "asynchronous-1": "asynchronous, at most 1 update behind",
     "asynchronous-2": "asynchronous, at most 2 updates behind",
     "fp8-1": "the same with 1, servers in block FP8",
-    "history-1": "the same with 1, drafts from history, the same prompts in each batch",
     "colocated": "colocated",
 }
 

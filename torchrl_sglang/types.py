@@ -202,9 +202,6 @@ class Completion:
     """The stop token id or stop string that ended it."""
     cached_tokens: int = 0
     """Number of prompt tokens whose KV cache came from the prefix cache."""
-    verify_passes: int = 0
-    """Passes of the model in which drafts of the response were verified; 0 without
-    speculative decoding."""
     versions: tuple[VersionSpan, ...] = ()
     """Weight versions of the response tokens, in order, without gaps. Empty if unknown:
     SGLang before 0.5.20 names the last version only."""
@@ -242,44 +239,6 @@ DraftUpdate: TypeAlias = Literal["auto", "keep", "update"]
 """What a weight update does to a draft model: what fits it, nothing, or the same."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HistoryDrafts:
-    """Speculative decoding with drafts from earlier responses to the same prompts.
-
-    It is an argument of :meth:`.AsyncSGLang.from_pretrained`.
-
-    Examples:
-        >>> HistoryDrafts(num_tokens=6).max_tokens
-        1000000
-    """
-
-    num_tokens: int = 8
-    """Tokens that a pass of the model computes for each response: one that is certain,
-    and drafts."""
-    max_tokens: int = 1_000_000
-    """Tokens of responses that are remembered, which should be those of an epoch. A
-    server takes about six microseconds for each of them when it gets them."""
-    least_length: float = 3.0
-    """Mean number of tokens of a pass below which drafts are switched off. Measured
-    were 2.0 to 3.2 for a model of 0.5B at 8 running responses."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DraftStats:
-    """What an engine with ``drafts="history"`` has done since it was made."""
-
-    prompts: int
-    """Prompts whose responses are remembered."""
-    tokens: int
-    """Tokens of these."""
-    sent_tokens: int
-    """Tokens of the texts that servers were given last."""
-    accepted_length: float | None
-    """Mean number of tokens of a pass, of the last 10,000 passes; ``None`` before."""
-    on: bool
-    """Whether they have not been switched off."""
-
-
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 """Route by which servers load weights: a process group, a request, or a folder."""
 
@@ -289,9 +248,6 @@ traced in it."""
 
 TRACED_LOADER: Final = "torchrl_sglang_loader.load"
 """Name of the traced loader among the functions that a server can load weights with."""
-
-NGRAM_PLUGIN: Final = "torchrl_sglang_ngram"
-"""Plugin of servers with n-gram drafts, and the mark by which they tell of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -449,11 +405,8 @@ class ServerCapabilities:
     """Origin of the weights of a speculative draft model: a checkpoint of their own, or
     the served model's; ``None``: there is none, or it has no weights.
     """
-    takes_draft_texts: bool = False
-    """The server takes drafts from texts that it is given."""
     biased_drafts: bool = False
-    """The server's n-gram drafts let it sample token 0 too often at a temperature, as
-    SGLang's do without the plugin that :meth:`.AsyncSGLang.from_pretrained` adds."""
+    """The server's n-gram drafts let it sample token 0 too often at a temperature."""
     graphs_up_to: int | None = None
     """Most requests that a CUDA graph computes a step of at once, for each of
     ``dp_size``; ``None``: that is not known, there are no graphs, or a server never
@@ -636,8 +589,6 @@ class EngineStats:
     """Tokens of completed responses."""
     weight_version: str
     """Version of the weights that the engine generates with."""
-    drafts: DraftStats | None = None
-    """Of an engine with ``drafts="history"``."""
     servers: tuple[ServerStats, ...]
     """One for each server."""
 

@@ -46,7 +46,6 @@ RUN_BY_SGLANG = {
     "backends/launch/cpu/launch.py",
     "backends/launch/loaders/torchrl_sglang_loader.py",
     "backends/launch/loaders/torchrl_sglang_delta.py",
-    "backends/launch/plugins/torchrl_sglang_ngram.py",
 }
 """Run in SGLang's own Python, where this package is not."""
 
@@ -84,7 +83,6 @@ PUBLIC = {
     "CollectorTimeouts": "collectors.timeouts",
     "GenerationInfo": "policies.outputs",
     "GroupAdvantage": "objectives.advantages",
-    "HistoryDrafts": "types",
     "Learner": "trainers.learner",
     "OffPolicyCorrection": "objectives.transform",
     "RLSGLangEngine": "backends.contract",

@@ -13,6 +13,7 @@ from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.requests.sampling import check_sampling_params
 
 EAGLE = {"speculative_algorithm": "EAGLE"}
+NGRAM = {"speculative_algorithm": "NGRAM"}
 LOSSY = {**EAGLE, "speculative_accept_threshold_acc": 0.9}
 SEEDED = {**EAGLE, "enable_deterministic_inference": True}
 
@@ -25,6 +26,8 @@ SEEDED = {**EAGLE, "enable_deterministic_inference": True}
         (LOSSY, {"temperature": 0.7}, "temperature=0.7 would give other samples"),
         ({**EAGLE, "speculative_accept_threshold_single": 0.3}, {}, "single=0.3"),
         (SEEDED, {"seed": 3}, "drafts tokens"),
+        (NGRAM, {}, "would sample token 0 too often"),
+        (NGRAM, {"temperature": 0.5}, "another algorithm"),
     ],
 )
 def test_what_speculation_would_not_sample_is_refused(
@@ -80,6 +83,14 @@ def test_deterministic_servers_do_not_draft(tiny_model_path):
             device="cuda",
             enable_deterministic_inference=True,
             speculative_algorithm="EAGLE",
+        )
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "ngram"])
+def test_servers_on_cpus_draft_by_no_ngrams(tiny_model_path, algorithm):
+    with pytest.raises(ConfigurationError, match="NVIDIA GPUs"):
+        make_server_command(
+            tiny_model_path, device="cpu", speculative_algorithm=algorithm
         )
 
 

@@ -52,14 +52,8 @@ from torchrl_sglang.backends.fleet.sleep import (
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights, WeightUpdate
 from torchrl_sglang.backends.generation.batch import Generation
 from torchrl_sglang.backends.generation.dispatch import MAX_ATTEMPTS, Dispatcher
-from torchrl_sglang.backends.generation.draft_feed import DraftFeed
 from torchrl_sglang.backends.generation.openai import post_openai
 from torchrl_sglang.backends.launch.block_fp8 import UNFILLED, rollout_arguments
-from torchrl_sglang.backends.launch.history_drafts import (
-    NO_DRAFT_TEXTS,
-    history_arguments,
-    to_history_drafts,
-)
 from torchrl_sglang.backends.launch.launcher import Launcher, Placement, launch
 from torchrl_sglang.backends.launch.loaders import loader_arguments
 from torchrl_sglang.backends.launch.make import make_launcher
@@ -77,7 +71,6 @@ from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
     SGLangError,
-    UnsupportedByServerError,
     WeightSyncStateError,
 )
 from torchrl_sglang.requests.request import Batch, GenerateRequest, to_batch
@@ -102,7 +95,6 @@ from torchrl_sglang.types import (
     Completion,
     EngineStats,
     FusedParameter,
-    HistoryDrafts,
     ModelMetadata,
     ServerCapabilities,
     ServerPlacement,
@@ -125,7 +117,6 @@ class Settings:
     max_restarts: int = MAX_RESTARTS
     progress_timeout: float = PROGRESS_SECONDS
     trust_remote_code: bool = False
-    drafts: HistoryDrafts | None = None
 
     def __post_init__(self) -> None:
         check_count("max_in_flight", self.max_in_flight)
@@ -240,15 +231,10 @@ class AsyncSGLang(TorchRLCalls):
             evict=in_flight.evict,
             poll=self._supervisor.poll_now,
         )
-        drafts, get_tokenizer = self._settings.drafts, self._served_model.get_tokenizer
-        self._drafts = (
-            None if drafts is None else DraftFeed(self.control, get_tokenizer, drafts)
-        )
         self._generation = Generation(
             self._dispatcher,
-            get_tokenizer,
+            self._served_model.get_tokenizer,
             self._supervisor.poll_now,
-            self._drafts,
         )
 
     @classmethod
@@ -276,7 +262,6 @@ class AsyncSGLang(TorchRLCalls):
         progress_timeout: float = PROGRESS_SECONDS,
         deterministic: bool = False,
         rollout_dtype: str | None = None,
-        drafts: Literal["history"] | HistoryDrafts | None = None,
         weight_loader: WeightLoader = "sglang",
         **server_args: Any,
     ) -> Self:
@@ -340,14 +325,6 @@ class AsyncSGLang(TorchRLCalls):
                 (:class:`.BlockFP8`). For models of Llama, Mistral, Mixtral, Qwen2 and
                 Qwen3 and their mixtures of experts, on GPUs. Defaults to None, the
                 checkpoint's own type.
-            drafts: ``"history"`` has the servers draft the next tokens from earlier
-                responses to the same prompts (SGLang's speculative decoding by
-                n-grams), which this engine remembers, and sends when prompts come
-                again. Tokens and log-probs are those of the model as before; how fast
-                it is depends: :doc:`/guides/history_drafts` says when it pays, and
-                below :attr:`HistoryDrafts.least_length` it is switched off. On NVIDIA
-                GPUs only; servers run 48 requests at once, unless
-                ``max_running_requests`` is given. Defaults to None.
             weight_loader: how servers load weight updates. ``"traced"`` has the first
                 update trace which part of which tensor the model's own loader copies to
                 which part of which parameter; later ones make these copies and nothing
@@ -371,7 +348,6 @@ class AsyncSGLang(TorchRLCalls):
             progress_timeout=progress_timeout,
             # The server's argument, which holds for reading the model here, too.
             trust_remote_code=server_args.get("trust_remote_code") or False,
-            drafts=to_history_drafts(drafts),
         )
         for alias in ("model_name", "model_path"):
             other = server_args.pop(alias, None)
@@ -390,8 +366,6 @@ class AsyncSGLang(TorchRLCalls):
             api_key=api_key,
             router_args=router_args or {},
         )
-        if settings.drafts is not None:
-            server_args |= history_arguments(settings.drafts, server_args)
         if rollout_dtype is not None:
             server_args |= rollout_arguments(
                 rollout_dtype, str(model), translate_vllm_names(server_args), device
@@ -458,7 +432,6 @@ class AsyncSGLang(TorchRLCalls):
         max_in_flight: int = MAX_IN_FLIGHT,
         max_attempts: int = MAX_ATTEMPTS,
         trust_remote_code: bool = False,
-        drafts: Literal["history"] | HistoryDrafts | None = None,
     ) -> Self:
         """Uses servers that run elsewhere, without owning them.
 
@@ -484,24 +457,17 @@ class AsyncSGLang(TorchRLCalls):
             max_attempts: how often a request is sent.
             trust_remote_code: run code that comes with the served model to read its
                 configuration, tokenizer and parameters here, whatever the servers do.
-            drafts: as for :meth:`from_pretrained`, with servers that were started with
-                ``speculative_algorithm="NGRAM"`` and a positive
-                ``speculative_ngram_external_sam_budget``; for requests with a
-                temperature, with this package's plugin, too
-                (:doc:`/guides/history_drafts`).
 
         Raises:
             ServerUnavailableError: if no SGLang server answers there.
             ServerTimeoutError: if the only one that is there does not answer in time.
             ConfigurationError: if an address or the model is wrong, or the servers do
                 not serve the same.
-            UnsupportedByServerError: if the servers take no drafts from texts.
         """
         settings = Settings(
             max_in_flight=max_in_flight,
             max_attempts=max_attempts,
             trust_remote_code=trust_remote_code,
-            drafts=to_history_drafts(drafts),
         )
         servers = run_sync(
             find_servers(
@@ -547,8 +513,6 @@ class AsyncSGLang(TorchRLCalls):
             capabilities = run_sync(discover(fleet, find))
         finally:
             run_sync(http.close())
-        if settings.drafts is not None and not capabilities.takes_draft_texts:
-            raise UnsupportedByServerError(NO_DRAFT_TEXTS)
         return cls(fleet, capabilities, model=model, http=http, settings=settings)
 
     @property
@@ -868,7 +832,6 @@ class AsyncSGLang(TorchRLCalls):
             response_tokens=done.response_tokens,
             cached_tokens=done.cached_tokens,
             retractions=done.retractions,
-            drafts=None if self._drafts is None else self._drafts.stats(),
             request_seconds=done.request_seconds.read(),
             queue_seconds=done.queue_seconds.read(),
             first_token_seconds=done.first_token_seconds.read(),
@@ -1127,8 +1090,6 @@ class AsyncSGLang(TorchRLCalls):
         try:
             self._resize.close()
             self._supervisor.stop()
-            if self._drafts is not None:
-                run_sync(self._drafts.close())
             run_sync(self._dispatcher.in_flight.close())
             run_sync(self._adapters.close())
             run_sync(self._http.close())

@@ -94,7 +94,6 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         **join_values(first, second),
         prompt_log_probs=first.prompt_log_probs,
         cached_tokens=first.cached_tokens,
-        verify_passes=first.verify_passes + second.verify_passes,
         versions=tuple(spans) if known else (),
         mixed_state=first.mixed_state or second.mixed_state,
         text=_join_texts(first.text, second.text),

@@ -54,7 +54,6 @@ def check_speculation(
         raise UnsupportedByServerError(
             f"temperature={temperature!r} would sample token 0 too often: SGLang's "
             f"n-gram drafts (speculative_algorithm='NGRAM') fill places that have no "
-            f"draft with it. Start the servers with from_pretrained, or with this "
-            f"package's folder backends/launch/plugins on their PYTHONPATH, or sample "
-            f"with temperature=0."
+            f"draft with it. Start the servers without speculative decoding or with "
+            f"another algorithm, or sample with temperature=0."
         )

@@ -37,7 +37,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "speculative_eagle_topk": 1,
         "speculative_num_draft_tokens": SPECULATIVE_STEPS + 1,
     },
-    "history_engine": {"cuda_devices": [0], "drafts": "history"},
     "quantized_engine": {"cuda_devices": [0], "quantization": "fp8"},
     "deterministic_engine": {"cuda_devices": [0], "deterministic": True},
     "sleeping_engine": {
@@ -124,12 +123,6 @@ def gpu_lora_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
 def draft_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
     """A server whose draft model is a copy of its model."""
     return gpu_servers["draft_engine"]
-
-
-@pytest.fixture
-def history_engine(gpu_servers: dict[str, AsyncSGLang]) -> AsyncSGLang:
-    """A server that drafts from earlier responses."""
-    return gpu_servers["history_engine"]
 
 
 @pytest.fixture

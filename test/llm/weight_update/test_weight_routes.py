@@ -10,7 +10,6 @@ from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.types import NGRAM_PLUGIN
 
 EAGLE = {
     "speculative_algorithm": "EAGLE3",
@@ -21,11 +20,7 @@ MTP = {**EAGLE, "speculative_draft_model_path": "some/model"}
 OWN_MTP = {**EAGLE, "speculative_draft_model_path": None}
 STANDALONE = {**EAGLE, "speculative_algorithm": "STANDALONE"}
 LAYERS = {**MTP, "speculative_algorithm": "EAGLE", "enable_multi_layer_eagle": True}
-NGRAM = {
-    "speculative_algorithm": "NGRAM",
-    "speculative_draft_model_path": None,
-    "internal_states": [{NGRAM_PLUGIN: True}],
-}
+NGRAM = {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None}
 
 
 @pytest.fixture
@@ -184,7 +179,8 @@ def test_what_would_break_a_server_is_refused_before_anything_is_sent(
         update(engine, hf_model, transport, tmp_path, draft=draft)
     assert "Nothing was sent" in str(raised.value)
     assert not {path for _, path, _ in server.requests}.intersection(CHANGES)
-    (answer,) = engine.generate(input_ids=[5, 6], sampling_params={"max_new_tokens": 3})
+    greedy = {"max_new_tokens": 3, "temperature": 0}
+    (answer,) = engine.generate(input_ids=[5, 6], sampling_params=greedy)
     assert answer.token_ids == [5, 6, 5]
 
 

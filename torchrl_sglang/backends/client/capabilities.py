@@ -24,7 +24,6 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.urls import address_hint
 from torchrl_sglang.types import (
-    NGRAM_PLUGIN,
     TRACED_LOADER,
     DraftUpdate,
     ExpertShape,
@@ -335,9 +334,7 @@ def interpret(
         # The second is its name in older versions.
         streams_deltas=has("incremental_streaming_output", "stream_output"),
         draft=_draft(server_info),
-        takes_draft_texts=_takes_draft_texts(server_info)
-        and "/add_external_corpus" in routes,
-        biased_drafts=_biased_drafts(server_info),
+        biased_drafts=drafts_by_ngrams(server_info),
         graphs_up_to=_graphs_up_to(server_info, args),
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
@@ -368,26 +365,6 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
         return None
     path = server_info.get("speculative_draft_model_path")
     return "same" if path in (None, "", server_info.get("model_path")) else "separate"
-
-
-def _takes_draft_texts(server_info: Mapping[str, Any]) -> bool:
-    """Returns whether a server reserves drafts for texts, and can read these."""
-    return (
-        drafts_by_ngrams(server_info)
-        and bool(server_info.get("speculative_ngram_external_sam_budget"))
-        and not server_info.get("skip_tokenizer_init")
-    )
-
-
-def _biased_drafts(server_info: Mapping[str, Any]) -> bool:
-    """Returns whether n-gram drafts change what is sampled at a temperature.
-
-    They do in SGLang, and do not where each scheduler has our plugin.
-    """
-    if not drafts_by_ngrams(server_info):
-        return False
-    states = server_info.get("internal_states") or []
-    return not states or not all(state.get(NGRAM_PLUGIN) for state in states)
 
 
 def _graphs_up_to(server_info: Mapping[str, Any], args: ServerArgs) -> int | None:

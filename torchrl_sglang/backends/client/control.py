@@ -45,9 +45,6 @@ IDLE_POLL_SECONDS = 0.02
 
 QUERY_TIMEOUT_SECONDS = 10.0
 
-DRAFT_TIMEOUT_SECONDS = 600.0
-"""Timeout of giving a server texts, which it tokenizes."""
-
 LoadFormat = (
     Literal["flattened_bucket", "safetensors", "torchrl_sglang_loader.load"] | None
 )
@@ -426,31 +423,6 @@ class ControlPlane:
     async def stop_profile(self) -> None:
         """Stops the profiler; the servers write their traces."""
         await self._all("/stop_profile", {}, CONTROL_TIMEOUT_SECONDS)
-
-    # Drafts.
-
-    async def draft_texts(self, *, urls: Urls = None) -> list[dict[str, int]]:
-        """Returns names and tokens of the texts that servers take drafts from."""
-        found = await self._get("/list_external_corpora", QUERY_TIMEOUT_SECONDS, urls)
-        return [each["corpus_token_counts"] for each in found]
-
-    async def add_draft_texts(
-        self, name: str, texts: Sequence[str], *, urls: Urls = None
-    ) -> list[int]:
-        """Gives servers texts, under a name that they do not have yet.
-
-        Returns the number of tokens that each of them has read in them, one between two
-        texts included.
-        """
-        payload = {"corpus_id": name, "documents": texts}
-        path = "/add_external_corpus"
-        found = await self._all(path, payload, DRAFT_TIMEOUT_SECONDS, urls)
-        return [int(each["loaded_token_count"]) for each in found]
-
-    async def remove_draft_texts(self, name: str, *, urls: Urls = None) -> None:
-        """Has servers forget texts."""
-        payload = {"corpus_id": name}
-        await self._all("/remove_external_corpus", payload, QUERY_TIMEOUT_SECONDS, urls)
 
     # Weights.
 

@@ -24,7 +24,6 @@ from torchrl_sglang.backends.generation.complete import (
     ResendPolicy,
 )
 from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome
-from torchrl_sglang.backends.generation.draft_feed import DraftFeed
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.backends.generation.log_probs import (
     TemperatureProbe,
@@ -63,9 +62,7 @@ class Generation:
         dispatcher: Dispatcher,
         get_tokenizer: Callable[[], Any],
         poll: Callable[[], Awaitable[None]],
-        drafts: DraftFeed | None = None,
     ) -> None:
-        self._drafts = drafts
         self._dispatcher = dispatcher
         self._get_tokenizer = get_tokenizer
         self._told_of_context = False
@@ -188,7 +185,6 @@ class Generation:
                         self._get_tokenizer,
                         request,
                         tickets[index],
-                        self._drafts,
                     ).run(prefills.get(index))
                 ): index
                 for index, request in requests.items()

@@ -25,7 +25,6 @@ from torchrl_sglang.backends.generation.dispatch import (
     Outcome,
     ServerAnswer,
 )
-from torchrl_sglang.backends.generation.draft_feed import DraftFeed
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
 from torchrl_sglang.errors import (
@@ -68,9 +67,7 @@ class RequestRun:
         get_tokenizer: Callable[[], Any],
         request: GenerateRequest,
         ticket: InFlightRequest,
-        drafts: DraftFeed | None = None,
     ) -> None:
-        self._drafts = drafts
         self._dispatcher = dispatcher
         self._resends = resends
         self._get_tokenizer = get_tokenizer
@@ -92,23 +89,13 @@ class RequestRun:
         """Returns the outcome of the request, which is sent after ``before``."""
         slot = self._request.slot
         if slot is None:
-            return await self._drafted(before)
+            return await self._run(before)
         await slot.acquire()
         outcome: Outcome | None = None
         try:
-            outcome = await self._drafted(before)
+            outcome = await self._run(before)
         finally:
             slot.release(outcome if isinstance(outcome, Completion) else None)
-        return outcome
-
-    async def _drafted(self, before: asyncio.Task[None] | None) -> Outcome:
-        """Runs the request, and remembers its response for drafts."""
-        if self._drafts is None:
-            return await self._run(before)
-        key = self._drafts.begin(self._request)
-        outcome = await self._run(before)
-        if isinstance(outcome, Completion):
-            self._drafts.end(key, self._request, outcome)
         return outcome
 
     async def _run(self, before: asyncio.Task[None] | None) -> Outcome:

@@ -84,8 +84,6 @@ class MetaInfo(msgspec.Struct, gc=False):
     """``None`` in a stream, until the response has ended."""
     completion_tokens: int | None = None
     cached_tokens: int | None = None
-    spec_verify_ct: int | None = None
-    """Passes that verified drafts."""
     num_retractions: int | None = None
     queue_time: float | None = None
     """In seconds; servers with ``enable_metrics`` report it, and the next one."""
@@ -271,7 +269,6 @@ class _Reader:
             finish_reason=self._reason.type,  # type: ignore[arg-type]  # Checked.
             matched_stop=self._reason.matched,
             cached_tokens=meta.cached_tokens or 0,
-            verify_passes=meta.spec_verify_ct or 0,
             versions=versions,
             weight_version=None if final is None else str(final),
             mixed_state=(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torchrl._utils import logger as torchrl_logger
 
+from torchrl_sglang.backends.client.drafts import drafts_by_ngrams
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.cuda_graphs import gpu_memory, graph_arguments
 from torchrl_sglang.backends.launch.environment import (
@@ -39,7 +40,6 @@ from torchrl_sglang.backends.launch.gpus import (
     visible_devices,
 )
 from torchrl_sglang.backends.launch.loaders import loader_arguments, search_path
-from torchrl_sglang.backends.launch.plugins import plugin_path
 from torchrl_sglang.backends.launch.ports import PortLease, lease_port, ports_to_hold
 from torchrl_sglang.backends.launch.process import Command
 from torchrl_sglang.backends.launch.vllm_arguments import (
@@ -70,7 +70,7 @@ SECRETS = ("api_key", "admin_api_key")
 OF_THE_ENGINE = (
     *("num_replicas", "launcher", "cuda_devices", "start_timeout", "parallel_start"),
     *("router_policy", "router_args", "max_in_flight", "max_attempts", "max_restarts"),
-    *("progress_timeout", "deterministic", "rollout_dtype", "weight_loader", "drafts"),
+    *("progress_timeout", "deterministic", "rollout_dtype", "weight_loader"),
 )
 """Arguments of ``AsyncSGLang.from_pretrained`` that are none of a server."""
 
@@ -108,7 +108,7 @@ def make_server_command(
             f"'cuda' or 'cpu'."
         )
     deterministic = bool(to_python(arguments.get("enable_deterministic_inference")))
-    _check_modes(device, deterministic, arguments.get("speculative_algorithm"))
+    _check_modes(device, deterministic, arguments)
     if deterministic:
         # What a step of decoding leaves in the cache is not, to the bit, what a prefill
         # computes, and how much of a prefix is found there depends on timing.
@@ -144,7 +144,6 @@ def make_server_command(
     variables |= SERVER_ENVIRONMENT | own | check_environment(environment)
     flags = find_flags(program[0], variables)
     path = search_path(arguments, variables.get("PYTHONPATH", ""))
-    path = plugin_path(arguments, path)
     if path:
         variables["PYTHONPATH"] = path
     check_names({**arguments, **secrets}, flags)
@@ -170,7 +169,9 @@ def make_server_command(
     )
 
 
-def _check_modes(device: str, deterministic: bool, drafts: Any) -> None:
+def _check_modes(
+    device: str, deterministic: bool, arguments: Mapping[str, Any]
+) -> None:
     """Refuses what SGLang cannot do there, or together."""
     if device == "cpu" and deterministic:
         raise ConfigurationError(
@@ -178,17 +179,18 @@ def _check_modes(device: str, deterministic: bool, drafts: Any) -> None:
             "GPUs: SGLang's kernels for CPUs have no such mode, and ignore seeds. "
             "Start the servers with device='cuda', or leave it out."
         )
-    if deterministic and drafts is not None:
+    algorithm = arguments.get("speculative_algorithm")
+    if deterministic and algorithm is not None:
         raise ConfigurationError(
             f"deterministic=True (enable_deterministic_inference) does not go with "
-            f"speculative_algorithm={drafts!r}: what is drafted depends on other "
+            f"speculative_algorithm={algorithm!r}: what is drafted depends on other "
             f"requests, and tokens on what is drafted. Leave one of the two out."
         )
-    if device == "cpu" and drafts == "NGRAM":
+    if device == "cpu" and drafts_by_ngrams(arguments):
         raise ConfigurationError(
-            "drafts='history' (speculative_algorithm='NGRAM') is for servers on NVIDIA "
-            "GPUs: SGLang's kernels for CPUs verify no such drafts. Start the servers "
-            "with device='cuda', or leave it out."
+            "speculative_algorithm='NGRAM' is for servers on NVIDIA GPUs: SGLang's "
+            "kernels for CPUs verify no such drafts. Start the servers with "
+            "device='cuda', or leave it out."
         )
 
 
