@@ -140,7 +140,8 @@ def read_tokens(
 
     Raises:
         ConfigurationError: if the caller's mask does not have the tokens' shape, or has
-            other values than 0 and 1.
+            other values than 0 and 1; or if a written mask leaves out one token id that
+            is not the padding.
     """
     rows = _get(td, key, "tokens", as_list=True)
     if not all(isinstance(row, torch.Tensor) for row in rows):
@@ -203,14 +204,25 @@ def _written_masks(
 ) -> list[torch.Tensor] | None:
     """Returns masks that a wrapper wrote with these tokens, on the CPU.
 
-    Those of other tokens, which an earlier call left behind, mask more than padding.
+    ``None`` for masks of other tokens, which an earlier call left behind: they leave
+    out several token ids, and padding is one.
     """
     masks = [mask.bool() for mask in _masks_of_shape(td, key, rows) or ()]
-    left_out = (row.cpu()[~mask] for row, mask in zip(rows, masks, strict=False))
-    if padding_value is not None and any(
-        bool((tokens != padding_value).any()) for tokens in left_out
-    ):
+    left_out = {
+        token_id
+        for row, mask in zip(rows, masks, strict=False)
+        for token_id in row.cpu()[~mask].unique().tolist()
+    }
+    if len(left_out) > 1:
         return None
+    if left_out and padding_value is not None and left_out != {padding_value}:
+        raise ConfigurationError(
+            f"The mask in {key!r} leaves out the token {left_out.pop()}, and this "
+            f"wrapper pads with {padding_value}: another tokenizer padded the tokens, "
+            f"or the mask belongs to the tokens of an earlier call. Remove the mask if "
+            f"it does, and else pad with {padding_value} or give the mask under "
+            f"attention_mask_key."
+        )
     return masks or None
 
 

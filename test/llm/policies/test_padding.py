@@ -112,7 +112,7 @@ def test_a_mask_of_the_tokens_shape_decides(mask):
 def test_a_mask_of_another_shape_is_refused(mask, stale):
     td = TensorDict(tokens=PADDED, mask=mask, batch_size=2)
     if stale:
-        td["written"] = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]).bool()
+        td["written"] = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]]).bool()
     with pytest.raises(ConfigurationError, match="'mask'.*the tokens' shape"):
         read(td)
 
@@ -134,6 +134,17 @@ def test_a_mask_that_was_written_with_the_tokens_decides():
 
 
 def test_a_mask_that_an_earlier_call_wrote_does_not_decide():
-    written = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]]).bool()
+    written = torch.tensor([[0, 1, 1, 1], [0, 1, 1, 1]]).bool()
     td = TensorDict(tokens=PADDED, written=written, batch_size=2)
     assert read(td) == [[9, 10, 0, 0], [5, 6, 7, 8]]
+
+
+@pytest.mark.parametrize("padding", [7, -100])
+@pytest.mark.parametrize("width", [3, 4])
+def test_a_written_mask_of_another_padding_is_refused_or_given(padding, width):
+    tokens = PADDED.masked_fill(~COUNTED.bool(), padding)[:, :width]
+    mask = COUNTED[:, :width].bool()
+    with pytest.raises(ConfigurationError, match=f"token {padding}.*pads with 0"):
+        read(TensorDict(tokens=tokens, written=mask, batch_size=2))
+    td = TensorDict(tokens=tokens, written=mask, mask=mask, batch_size=2)
+    assert read(td) == [row[:width] for row in FULL]
