@@ -105,7 +105,8 @@ class _EqualRequests:
     """Requests with the same content."""
 
     answers: list[Answer]
-    """Answers to these requests: computed, delivered or lost."""
+    """Answers to these requests: all that a request waits for, the latest delivered
+    one, and at most :data:`LOST` lost ones, of which the oldest are dropped first."""
     number: int
     """Number of the requests, without repetitions."""
     failures: list[Attempt] = field(default_factory=list)
@@ -144,13 +145,18 @@ class _EqualRequests:
             return
         if answer.is_lost:
             withdraw(answer.task.result())
-            lost = [each for each in self.answers if each.is_lost]
-            if len(lost) > LOST:
-                self.answers.remove(lost[0])
         elif not answer.is_complete:
             answer.task.cancel()
             self.answers.remove(answer)
             self.failures = [*self.failures, answer.attempt][-LOST:]
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Drops answers that no request can repeat: only a lone delivered one can."""
+        ended = [each for each in self.answers if each.is_complete and not each.waiting]
+        for most, delivered in ((LOST, False), (1, True)):
+            for answer in [a for a in ended if a.delivered is delivered][:-most]:
+                self.answers.remove(answer)
 
 
 class Answers:

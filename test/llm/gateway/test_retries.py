@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import pytest
 
@@ -237,6 +238,15 @@ async def test_few_answers_that_nobody_received_are_kept(work):
         await work.lose(number)
     found = [await (await work.ask(RETRY)) for _ in range(LOST)]
     assert found == list(range(3, LOST + 3))
+
+
+@shows
+async def test_few_answers_are_kept_of_many_equal_requests(work):
+    for number in range(4 * LOST):
+        await deliver(work, number)
+        await work.lose(number)
+    gc.collect()
+    assert sum(type(each) is Answer for each in gc.get_objects()) <= LOST + 1
 
 
 @shows
