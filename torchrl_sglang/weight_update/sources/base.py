@@ -45,8 +45,8 @@ def describe(name: str, tensor: torch.Tensor, *, computed: bool = False) -> Tens
         # While such a reference lives, no other storage gets the same identity.
         reference = StorageWeakRef(local.untyped_storage())  # type: ignore[no-untyped-call]
         identity = reference, local.storage_offset(), local.shape, local.stride()
-    except (NotImplementedError, RuntimeError):
-        # A subclass without its own memory.
+    except (RuntimeError, TypeError):
+        # A subclass without its own memory, or that refuses the operation.
         identity = object()
     return TensorSpec(
         name=name,

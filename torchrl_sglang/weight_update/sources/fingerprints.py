@@ -59,8 +59,8 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         end = 8 * CHUNKS * columns
         sums = data[:end].view(torch.int64).view(CHUNKS, columns).sum(1)
         return sums, data[end:].clone()
-    except (NotImplementedError, RuntimeError):
-        # A subclass without memory of its own.
+    except (RuntimeError, TypeError):
+        # A subclass without memory of its own, or that refuses the operation.
         return None
 
 

@@ -23,6 +23,10 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.weight_update.sources.fingerprints import (
+    are_equal,
+    take_fingerprints,
+)
 from torchrl_sglang.weight_update.sources.resolve import (
     ExporterCache,
     find_source,
@@ -374,3 +378,34 @@ def test_an_exporter_reaches_the_engine(restored_engine, new_model, compare):
 def compare(engine):
     """Greatest difference of the engine's log-probs from a model's."""
     return partial(difference, engine)
+
+
+class Unviewable(torch.Tensor):
+    """A tensor subclass that implements few operations, as those of quantizers do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return cls._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.ops.aten.detach.default:
+            return NotImplemented
+        return cls(args[0].inner)
+
+
+def test_a_tensor_without_views_counts_as_changed():
+    """Its bits cannot be compared, and PyTorch raises a TypeError."""
+    weights = {"weight": Unviewable(torch.ones(2, 2))}
+    with pytest.raises(TypeError, match="NotImplemented"):
+        weights["weight"].view(-1)
+    prints = {}
+    source = take_fingerprints(find_source(weights), prints)
+    ((name, tensor),) = source.read({"weight": torch.float32})
+    assert name == "weight"
+    assert type(tensor) is Unviewable
+    assert prints == {"weight": None}
+    assert not are_equal(prints, prints)
