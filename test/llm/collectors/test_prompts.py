@@ -20,7 +20,7 @@ from torchrl_sglang.collectors.scheduling.prompts import (
     is_read_by_index,
     make_prompts,
 )
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, UserFunctionError
 
 TASKS = [{"query": f"q{number}", "answer": number} for number in range(5)]
 
@@ -307,8 +307,9 @@ def test_an_iterable_that_fails_does_not_end():
     prompts = make(fails())
     assert prompts.fetch(0) is TASKS[0]
     for _ in range(3):
-        with pytest.raises(OSError, match="the disk"):
+        with pytest.raises(UserFunctionError, match=r"the disk.*prompt 1;") as caught:
             prompts.fetch(1)
+        assert isinstance(caught.value.__cause__, OSError)
 
 
 @pytest.mark.parametrize(

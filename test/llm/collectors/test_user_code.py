@@ -430,6 +430,21 @@ def test_prompts_that_cannot_be_read_end_a_collector_at_once(make, fake):
     assert all(path != "/generate" for _, path, _ in fake.requests)
 
 
+@pytest.mark.parametrize("error", [OSError("the disk is gone"), KeyError("row")])
+def test_an_iterable_that_raises_ends_a_collector_at_once(make, error):
+    def read():
+        yield from tasks(2)
+        raise error
+
+    collector = make(prompts=read(), total_groups=8)
+    with pytest.raises(
+        CollectionError, match=r"prompts raised .*at prompt 2"
+    ) as caught:
+        collect(collector)
+    assert caught.value.__cause__ is error
+    assert collector.stats()["groups_failed"] < 8
+
+
 def test_an_element_that_is_no_task_is_given_up(make):
     collector = make(prompts=[3, *tasks(3)], total_groups=2)
     assert set(collect(collector)[0]) == {"question 0", "question 1"}

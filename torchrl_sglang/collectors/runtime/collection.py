@@ -555,7 +555,7 @@ class Collection:
             )
         except TaskError:
             raise
-        except ConfigurationError as error:
+        except (ConfigurationError, UserFunctionError) as error:
             self.end(error)
             raise
 

@@ -21,7 +21,8 @@ from torchrl_sglang.collectors.scheduling.loader_batches import (
     read_batches,
     split_batch,
 )
-from torchrl_sglang.errors import ConfigurationError, TaskError
+from torchrl_sglang.errors import ConfigurationError, TaskError, UserFunctionError
+from torchrl_sglang.support.user_code import describe
 
 Task = Mapping[str, Any]
 
@@ -35,6 +36,7 @@ class PromptStream(Protocol):
         Raises:
             TaskError: if the element at this position is no task.
             ConfigurationError: if no tasks can be read, here or later.
+            UserFunctionError: the same, for an error of the user's iterable.
         """
 
     def set_seed(self, seed: int) -> None:
@@ -279,10 +281,12 @@ class _IteratedPrompts:
         """Reads the next task; an iterable that failed fails from then on."""
         try:
             task = next(self._tasks, None)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - It is raised with its place.
+            named = isinstance(error, (ConfigurationError, UserFunctionError))
+            failure = error if named else _reading_error(self._next, error)
             # Otherwise it would look as if it had ended.
-            self._tasks = iter(partial(_raise, error), None)
-            raise
+            self._tasks = iter(partial(_raise, failure), None)
+            raise failure from failure.__cause__
         if task is not None:
             self._last = (self._next, _text(task.get(self._query_key)))
             self._next += 1
@@ -335,6 +339,15 @@ def _text(prompt: Any) -> str | None:
         return json.dumps(prompt)
     except (TypeError, ValueError):
         return None
+
+
+def _reading_error(position: int, error: Exception) -> UserFunctionError:
+    named = UserFunctionError(
+        f"The iterable of prompts raised {describe(error)}, at prompt {position}; it "
+        f"cannot be read on from there."
+    )
+    named.__cause__ = error
+    return named
 
 
 def _raise(error: Exception) -> NoReturn:
