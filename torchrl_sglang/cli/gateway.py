@@ -21,6 +21,7 @@ from torchrl_sglang.cli.options import (
     positive_float,
     positive_int,
     read_key,
+    read_keys,
     start_arguments,
 )
 from torchrl_sglang.cli.serve import wait
@@ -152,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
             "Give either MODEL, which servers are started for, or the --url or "
             "--router-url of running ones."
         )
-    engine = _connect(arguments) if connects else _start(arguments)
+    engine = connect(arguments) if connects else _start(arguments)
     try:
         from torchrl_sglang.gateway.gateway import Gateway
 
@@ -208,14 +209,15 @@ def _start(arguments: argparse.Namespace) -> AsyncSGLang:
     return AsyncSGLang.from_pretrained(arguments.model, **options)
 
 
-def _connect(arguments: argparse.Namespace) -> AsyncSGLang:
+def connect(arguments: argparse.Namespace) -> AsyncSGLang:
+    """Returns an engine of running servers."""
     check_nothing_starts(arguments)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
     return AsyncSGLang.connect(
         urls=arguments.url,
         router_url=arguments.router_url,
-        api_key=read_key(arguments.api_key_file),
+        **read_keys(arguments),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_port, nearest
-from torchrl_sglang.support.urls import KEY_VARIABLE
+from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
 START_OPTIONS = (
     *("num_replicas", "device", "cuda_devices", "python"),
@@ -115,6 +115,11 @@ def add_start_options(parser: Parser) -> None:
     add("--start-timeout", type=float, metavar="SECONDS", help=text)
     text = f"file with the servers' API key (default: the variable {KEY_VARIABLE})"
     add("--api-key-file", metavar="FILE", help=text)
+    text = (
+        f"file with their key for weight updates and other control calls, if that is "
+        f"another one (default: the variable {ADMIN_KEY_VARIABLE})"
+    )
+    add("--admin-api-key-file", metavar="FILE", help=text)
 
 
 def add_metrics_option(parser: Parser) -> None:
@@ -149,8 +154,8 @@ def check_metrics_port(port: int | None) -> None:
 def start_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of ``from_pretrained`` for these options."""
     found = {name: getattr(arguments, name) for name in START_OPTIONS}
-    found["api_key"] = read_key(arguments.api_key_file)
     found = {name: value for name, value in found.items() if value is not None}
+    found |= read_keys(arguments)
     if found.get("router_policy") == "none":
         found["router_policy"] = None
     strategy = found.pop("ray_strategy", None)
@@ -181,6 +186,17 @@ def check_nothing_starts(arguments: argparse.Namespace) -> None:
             f"{flags[0].partition('=')[0]} is for a server that is started here, and "
             f"--url names one that runs; leave one of them out."
         )
+
+
+def read_keys(arguments: argparse.Namespace) -> dict[str, str]:
+    """Returns the servers' keys, those that there are, by the engine's arguments."""
+    keys = {
+        "api_key": read_key(arguments.api_key_file),
+        "admin_api_key": read_key(
+            arguments.admin_api_key_file, variable=ADMIN_KEY_VARIABLE
+        ),
+    }
+    return {name: key for name, key in keys.items() if key is not None}
 
 
 def read_key(
@@ -264,11 +280,13 @@ def engine_arguments(words: Iterable[str], own: Iterable[str] = ()) -> dict[str,
 
 def _check_engine_option(flag: str, own: Iterable[str]) -> None:
     name = flag.removeprefix("--").replace("-", "_")
+    dashed = flag.replace("_", "-")
     if name in SECRETS:
+        variables = {"api_key": KEY_VARIABLE, "admin_api_key": ADMIN_KEY_VARIABLE}
         advice = (
-            f"Put the server's key into a file and give --api-key-file FILE, or set "
-            f"{KEY_VARIABLE}."
-            if name == "api_key"
+            f"Put the server's key into a file and give {dashed}-file FILE, or set "
+            f"{variables[name]}."
+            if name in variables
             else f"Start such servers from Python, with "
             f"AsyncSGLang.from_pretrained(..., {name}=...)."
         )
@@ -276,7 +294,6 @@ def _check_engine_option(flag: str, own: Iterable[str]) -> None:
             f"{flag} on a command line can be read by every user of this machine. "
             f"{advice}"
         )
-    dashed = flag.replace("_", "-")
     meant = nearest(dashed, own, cutoff=TYPO_CUTOFF)
     # An option of the server may be a prefix of one of the command's.
     if meant is not None and not meant.startswith(dashed + "-"):

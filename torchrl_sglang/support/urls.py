@@ -17,6 +17,10 @@ LOOPBACK = "127.0.0.1"
 KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 """The environment variable that holds the servers' key."""
 
+ADMIN_KEY_VARIABLE = "TORCHRL_SGLANG_ADMIN_API_KEY"
+"""The environment variable that holds the servers' key for control calls, if they have
+another one for these."""
+
 
 def normalize_url(url: str) -> str:
     """Returns ``scheme://host:port`` without a trailing slash."""

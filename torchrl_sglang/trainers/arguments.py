@@ -53,7 +53,7 @@ from torchrl_sglang.support.checks import (
     given_once,
     suggest,
 )
-from torchrl_sglang.support.urls import KEY_VARIABLE
+from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from torchrl_sglang.support.user_code import refuse_coroutine
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities, ServerPlacement
@@ -138,12 +138,12 @@ def connect_arguments(
 ) -> dict[str, Any] | None:
     """Returns the arguments of ``AsyncSGLang.connect``, or None for servers to start.
 
-    The servers' key is that of the environment, unless there is another one: what is
-    in a run's file or on its command line is read by others.
+    The servers' keys are those of the environment, unless there are others: what is in
+    a run's file or on its command line is read by others.
 
     Args:
         engine: that of a run: a URL, several, or a mapping with one of ``CONNECTING``.
-        environment: with the key.
+        environment: with the keys.
 
     Raises:
         ConfigurationError: if there is an argument that is for servers to be started.
@@ -163,8 +163,9 @@ def connect_arguments(
                 f"not for those but for servers that are started here; leave one of "
                 f"them out.{hint}"
             )
-    key = environment.get(KEY_VARIABLE)
-    return {**({"api_key": key} if key else {}), **engine}
+    variables = {"api_key": KEY_VARIABLE, "admin_api_key": ADMIN_KEY_VARIABLE}
+    keys = {name: environment.get(variable) for name, variable in variables.items()}
+    return {**{name: key for name, key in keys.items() if key}, **engine}
 
 
 def check_minibatches(minibatches: int, responses: int) -> None:

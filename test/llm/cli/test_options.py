@@ -6,14 +6,16 @@ import subprocess
 import sys
 
 import pytest
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
 from torchrl_sglang.backends.launch.server_command import find_flags
 from torchrl_sglang.backends.launch.vllm_arguments import ARGUMENTS
 from torchrl_sglang.cli import main, parse
-from torchrl_sglang.cli.gateway import GATEWAY_KEY_VARIABLE
+from torchrl_sglang.cli.gateway import GATEWAY_KEY_VARIABLE, connect
 from torchrl_sglang.cli.options import (
+    ADMIN_KEY_VARIABLE,
     KEY_VARIABLE,
     engine_arguments,
     read_key,
@@ -22,6 +24,7 @@ from torchrl_sglang.cli.options import (
 )
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest
+from torchrl_sglang.support.event_loop import run_sync
 
 OWN = {"--json": False, "--port": True, "--num-replicas": True, "-h": False}
 
@@ -131,6 +134,31 @@ def test_own_options_are_options_of_from_pretrained(monkeypatch, tmp_path):
     }
 
 
+@pytest.mark.parametrize("by_file", [True, False])
+@pytest.mark.parametrize("command", ["serve m", "gateway m", "bench latency"])
+def test_keys_of_servers_to_start(command, by_file, tmp_path, monkeypatch):
+    words = command.split()
+    variables = {"api-key": KEY_VARIABLE, "admin-api-key": ADMIN_KEY_VARIABLE}
+    for name, variable in variables.items():
+        monkeypatch.setenv(variable, "other" if by_file else name)
+        (tmp_path / name).write_text(f"{name}\n")
+        words += [f"--{name}-file", str(tmp_path / name)] if by_file else []
+    found = start_arguments(parse(words))
+    assert found["api_key"] == "api-key"
+    assert found["admin_api_key"] == "admin-api-key"
+
+
+def test_a_gateway_has_the_key_for_control_calls(tiny_model_path, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "k")
+    monkeypatch.setenv(ADMIN_KEY_VARIABLE, "a")
+    with (
+        FakeServer(tiny_model_path, api_key="k", admin_api_key="a") as server,
+        connect(parse(["gateway", "--url", server.url])) as engine,
+    ):
+        run_sync(engine.control.pause("retract", timeout=60.0))
+        assert server.paused
+
+
 def test_a_strategy_is_for_ray():
     words = ["serve", "m", "--ray-strategy", "SPREAD"]
     found = start_arguments(parse([*words, "--launcher", "ray"]))
@@ -199,6 +227,8 @@ def test_mistakes_are_answered_with_what_is_right(words, message, capsys):
         ("gateway --url http://127.0.0.1:1 --tool-parser q", "--tool-parser is for"),
         ("gateway m --tool-cal-parser q", "did you mean --tool-call-parser?"),
         ("gateway m --api-key k", "--api-key-file"),
+        ("gateway m --admin-api-key k", "--admin-api-key-file"),
+        ("gateway m --admin-api-key-file /nowhere", "The key cannot be read"),
         ("gateway m --host 0.0.0.0", "--gateway-key-file"),
         ("gateway m --gateway-key-file /nowhere", "The key cannot be read"),
         ("gateway m --chat-template /nowhere", "The chat template cannot be read"),

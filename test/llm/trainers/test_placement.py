@@ -9,7 +9,7 @@ from helpers.memory_saver import write_saver_python
 
 from torchrl_sglang import GRPO, RayLauncher
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.urls import KEY_VARIABLE
+from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 from torchrl_sglang.trainers.arguments import (
     check_gpus,
     check_placement,
@@ -136,6 +136,12 @@ def test_servers_that_run():
     assert connect_arguments(urls, {KEY_VARIABLE: "k"}) == {
         "urls": urls,
         "api_key": "k",
+    }
+    keys = {KEY_VARIABLE: "k", ADMIN_KEY_VARIABLE: "a"}
+    assert connect_arguments(urls, keys) == {
+        "urls": urls,
+        "api_key": "k",
+        "admin_api_key": "a",
     }
     given = {"router_url": "http://c:3", "api_key": "mine"}
     assert connect_arguments(given, {KEY_VARIABLE: "k"}) == given

@@ -26,6 +26,7 @@ from torchrl_sglang.cli.options import (
     positive_float,
     positive_int,
     read_key,
+    read_keys,
     start_arguments,
 )
 from torchrl_sglang.errors import ConfigurationError
@@ -193,7 +194,7 @@ def _open_engine(
             urls=arguments.url,
             router_url=arguments.router_url,
             model=model,
-            api_key=read_key(arguments.api_key_file),
+            **read_keys(arguments),
         ) as engine:
             yield engine
         return
