@@ -312,13 +312,18 @@ def test_the_watchdog_stands_alone():
     assert found <= set(sys.stdlib_module_names)
 
 
-def test_backends_know_neither_tensordict_nor_collectives():
-    for path in (ROOT / "backends").rglob("*.py"):
+ENGINE_FOLDERS = ("backends", "recording", "requests", "support", "telemetry")
+"""What the engine consists of, and what looks at it."""
+
+
+def test_the_engine_knows_neither_torchrl_nor_collectives():
+    for path in (each for f in ENGINE_FOLDERS for each in (ROOT / f).rglob("*.py")):
         if relative(path) in RUN_BY_SGLANG:
             continue
         for name, _ in imports(path):
-            assert not name.startswith(("tensordict", "torch.distributed")), path
-            assert not name.startswith("torchrl.") or "torchrl._utils" in name, path
+            top = name.partition(".")[0]
+            assert top not in {"tensordict", "torchrl"}, path
+            assert not name.startswith("torch.distributed"), path
 
 
 def test_chat_knows_neither_tensors_nor_the_engine():
@@ -351,9 +356,23 @@ def test_tests_are_found_without_optional_packages():
     assert not found
 
 
-def test_importing_the_package_is_cheap():
+@pytest.mark.parametrize(
+    ("statement", "absent"),
+    [
+        (
+            f"import {PACKAGE}",
+            {"torch", "torchrl", "tensordict", "transformers", "aiohttp"},
+        ),
+        (
+            f"from {PACKAGE} import AsyncSGLang",
+            {"torchrl", "tensordict", "transformers"},
+        ),
+    ],
+    ids=["package", "engine"],
+)
+def test_importing_it_is_cheap(statement, absent):
     code = (
-        f"import {PACKAGE}, sys; "
+        f"{statement}; import sys; "
         "print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     )
     done = subprocess.run(
@@ -362,7 +381,24 @@ def test_importing_the_package_is_cheap():
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.split())
     assert PACKAGE in loaded
-    assert not loaded & {"torch", "torchrl", "tensordict", "transformers", "aiohttp"}
+    assert not loaded & absent
+
+
+def test_messages_of_the_engine_are_seen_once():
+    """Without TorchRL as with it, whose import replaces the handler."""
+    code = (
+        "from torchrl_sglang.support.log import torchrl_logger as logger\n"
+        "logger.info('engine alone')\n"
+        "import torchrl\n"
+        "logger.info('with TorchRL')\n"
+        "assert logger is torchrl.torchrl_logger\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("engine alone") == 1
+    assert done.stdout.count("with TorchRL") == 1
 
 
 def test_the_trainer_never_imports_sglang():

@@ -18,8 +18,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS, ControlPlane
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
@@ -32,6 +30,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import DraftUpdate, PauseMode, SyncReport, WeightRoute
 
 TAKE_OVER_SECONDS = 20.0

@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any, NoReturn, Self
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -27,6 +26,7 @@ from torchrl_sglang.support.checks import (
     check_seconds,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion, WeightRoute
 
 WEIGHT_UPDATE_GROUP = "weight_update_group"

@@ -13,7 +13,6 @@ from tensordict import (
     lazy_stack,
     set_list_to_stack,
 )
-from torchrl._utils import logger as torchrl_logger
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import AsyncEnvPool, Compose, EnvBase, Transform, TransformedEnv
 
@@ -37,6 +36,7 @@ from torchrl_sglang.policies.engine_call import ask
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.support.checks import check_choice
 from torchrl_sglang.support.garbage import collect_garbage_afterwards
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 

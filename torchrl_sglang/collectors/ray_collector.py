@@ -11,7 +11,6 @@ from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensordict import TensorDictBase, list_to_stack, set_list_to_stack
-from torchrl._utils import logger as torchrl_logger
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
@@ -31,6 +30,7 @@ from torchrl_sglang.errors import (
     ConfigurationError,
 )
 from torchrl_sglang.support.checks import check_flag, check_names
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 

@@ -11,13 +11,13 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
 from torchrl_sglang.errors import CollectionError, ConfigurationError, SGLangError
 from torchrl_sglang.objectives.columns import ASSISTANT_MASK
 from torchrl_sglang.support.checks import check_seconds
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 

@@ -7,12 +7,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.credit import as_reward
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import (
     CallTimeoutError,
     describe,

@@ -7,7 +7,8 @@ import resource
 from typing import Any
 
 from aiohttp import web
-from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.support.log import torchrl_logger
 
 HEADER_SECONDS = 30.0
 """Time that a new connection has for the headers of a request with a key."""

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.chat.call_grammars import CALL_FORMATS, REASONING_MARKS
 from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.pieces import shared_ids
@@ -30,6 +28,7 @@ from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import nearest
 from torchrl_sglang.support.event_loop import run_async
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion, LogProbsMode
 
 _CALLS_PATH, _REASONING_PATH = "/parse_function_call", "/separate_reasoning"

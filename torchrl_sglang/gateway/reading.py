@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.chat.call_grammars import FREE
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, check_grammar
+from torchrl_sglang.support.log import torchrl_logger
 
 ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
 """``"grammar"``: a choice of tools holds; ``"auto"``: the model decides."""

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.pieces import shared_ids
@@ -25,6 +24,7 @@ from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.branches import Branch
 from torchrl_sglang.gateway.session import RewardTarget, Session
 from torchrl_sglang.gateway.turns import Prompt, Turn
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError, SGLangError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import describe
 
 T = TypeVar("T")

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
-from torchrl._utils import logger as torchrl_logger
+
+from torchrl_sglang.support.log import torchrl_logger
 
 try:
     import triton

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.recording.writer import Files, RecordWriter
+from torchrl_sglang.support.log import torchrl_logger
 
 JOIN_SECONDS = 5.0
 """Wait for a question that is under way, at the end."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.recording.format import SHARES
 from torchrl_sglang.recording.streams import LineStream, StreamPlace
+from torchrl_sglang.support.log import torchrl_logger
 
 MOST_QUEUED = 5_000_000
 """Tokens and lines that wait to be written; what would be more is lost."""

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.telemetry.rows import ROWS, Stats
 
 T = TypeVar("T")

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import CheckpointError, ConfigurationError
 from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.trainers.ranks import TrainerRanks
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.log import torchrl_logger
 
 LOCK = ".lock"
 """File that a run holds. The system lets go of it when the process ends, however."""

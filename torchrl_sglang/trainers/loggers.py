@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
 from torchrl.record.loggers import Logger, get_logger
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.log import torchrl_logger
 
 RESUMED = ("csv", "tensorboard", "wandb")
 """Loggers that TorchRL opens where those of a checkpoint ended."""

@@ -8,12 +8,12 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_flag, check_seconds
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
 from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING

@@ -16,9 +16,9 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import SGLangError, WeightSyncStateError, WeightTransferError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import FusedParameter, ModelMetadata, SyncReport
 from torchrl_sglang.weight_update.sources.base import Source, Wanted
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.errors import (
@@ -17,6 +16,7 @@ from torchrl_sglang.errors import (
     CollectionTimeoutError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
 
 

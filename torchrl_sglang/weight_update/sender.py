@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchrl._utils import logger as torchrl_logger
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.backends import session
@@ -30,6 +29,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import (
     FusedParameter,

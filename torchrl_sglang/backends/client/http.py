@@ -25,7 +25,6 @@ from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -36,6 +35,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.support.log import torchrl_logger
 
 KEEPALIVE_SECONDS = 3.0
 """Idle connections close after this; SGLang's uvicorn closes them after 5 s."""

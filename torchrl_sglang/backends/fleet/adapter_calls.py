@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
@@ -27,6 +25,7 @@ from torchrl_sglang.backends.fleet.reconcile import RestartNoticed
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.errors import RequestRefusedError, SGLangError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities
 
 DISCOVERY_SECONDS = 1.0

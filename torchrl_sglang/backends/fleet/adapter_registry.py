@@ -14,8 +14,6 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import chain
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.adapter_calls import (
     DISCOVERY_SECONDS,
@@ -54,6 +52,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import seconds_or
 from torchrl_sglang.support.forks import after_fork
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Adapter
 
 OUTCOME_SECONDS = 1.0

@@ -21,8 +21,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
@@ -60,6 +58,7 @@ from torchrl_sglang.backends.fleet.replica import (
 from torchrl_sglang.errors import ServerStartError, ServerTimeoutError, SGLangError
 from torchrl_sglang.support.event_loop import get_loop
 from torchrl_sglang.support.forks import after_fork
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities
 
 H = TypeVar("H", ServerHandle, RouterHandle)

@@ -18,8 +18,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.capabilities import check_same
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
@@ -38,6 +36,7 @@ from torchrl_sglang.errors import (
     SGLangError,
 )
 from torchrl_sglang.support.checks import some_of
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities, ServerStats
 
 POLL_TIMEOUT_SECONDS = 5.0

@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from threading import Lock
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.capabilities import check_same
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.fan_out import fan_out
@@ -36,6 +34,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import split_credentials
 from torchrl_sglang.types import ServerCapabilities

@@ -15,8 +15,6 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.complete import (
     GRACE_SECONDS,
@@ -44,6 +42,7 @@ from torchrl_sglang.requests.request import (
     cut_by_context,
 )
 from torchrl_sglang.requests.sampling import counts_tokens, is_resumable
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import UserCodeError
 from torchrl_sglang.types import Completion
 

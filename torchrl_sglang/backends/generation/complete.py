@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import Suspected
@@ -45,6 +43,7 @@ from torchrl_sglang.requests.resume import (
     resume_request,
     stops_of,
 )
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Adapter, Completion, VersionSpan
 
 MOST_SCORINGS = 5

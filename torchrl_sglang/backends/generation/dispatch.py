@@ -14,8 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
 from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
 from torchrl_sglang.backends.fleet.membership import Fleet
@@ -41,6 +39,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
 from torchrl_sglang.requests.sampling import dropped_by_router
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import carried_errors
 from torchrl_sglang.telemetry.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities

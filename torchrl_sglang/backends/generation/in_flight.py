@@ -20,8 +20,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.fan_out import fan_out
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
@@ -34,6 +32,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.support.histogram import SECONDS, TOKENS, Histogram
+from torchrl_sglang.support.log import torchrl_logger
 
 ABORT_TIMEOUT_SECONDS = 5.0
 ABORTS_AT_ONCE = 64

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.dispatch import seconds_left
@@ -33,6 +31,7 @@ from torchrl_sglang.requests.sampling import (
     changes_logits,
     temperature_of,
 )
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 PROBE_TEMPERATURE = 1e4

@@ -14,7 +14,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from torchrl._utils import logger as torchrl_logger
 from yarl import URL
 
 from torchrl_sglang.backends.fleet.replica import (
@@ -30,6 +29,7 @@ from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
 from torchrl_sglang.backends.launch.router import RouterProcess
 from torchrl_sglang.backends.launch.start_log import find_phase
 from torchrl_sglang.errors import UnsupportedByServerError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.urls import LOOPBACK
 
 PROGRESS_SECONDS = 10.0

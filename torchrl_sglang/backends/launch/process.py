@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.client.http import get
 from torchrl_sglang.backends.fleet.replica import NotStartedError, stop_all
 from torchrl_sglang.backends.launch.ports import PortLease
@@ -36,6 +34,7 @@ from torchrl_sglang.backends.launch.start_log import find_remedy
 from torchrl_sglang.backends.launch.watchdog import FOLDER_VARIABLE
 from torchrl_sglang.errors import ServerStartError, SGLangError
 from torchrl_sglang.support.event_loop import on_background_loop
+from torchrl_sglang.support.log import torchrl_logger
 
 START_TIMEOUT_SECONDS = 600.0
 """Default timeout for a start: a large model loads for minutes."""

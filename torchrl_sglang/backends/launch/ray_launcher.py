@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.launch.gpus import devices_per_server
 from torchrl_sglang.backends.launch.launcher import ParallelStart
 from torchrl_sglang.backends.launch.local import counted_specs, known_arguments
@@ -34,6 +32,7 @@ from torchrl_sglang.support.checks import (
     check_seconds,
     to_python,
 )
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.urls import is_loopback
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]

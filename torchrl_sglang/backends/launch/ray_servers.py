@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
 from yarl import URL
 
 from torchrl_sglang.backends.client.http import get
@@ -39,6 +38,7 @@ from torchrl_sglang.backends.launch.ray_directory import RayDirectory, is_connec
 from torchrl_sglang.backends.launch.ray_host import HostInfo, PreparedServer, ServerHost
 from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, Seats
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
+from torchrl_sglang.support.log import torchrl_logger
 
 LOG_SECONDS = 5.0
 """Timeout for the end of a log to come from its node."""

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.drafts import drafts_by_ngrams
 from torchrl_sglang.backends.launch import cpu
@@ -49,6 +48,7 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
 )
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest, to_python
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.urls import is_loopback, url_of
 from torchrl_sglang.types import WeightLoader
 

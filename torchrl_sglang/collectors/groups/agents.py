@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.groups.rows import (
     ROW_COLUMNS,
@@ -32,6 +31,7 @@ from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import together
 from torchrl_sglang.telemetry.tracing import remember, span
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.collectors.groups.endings import Endings, warn
@@ -28,6 +26,7 @@ from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
 from torchrl_sglang.requests.request import RequestSlot
 from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import together
 from torchrl_sglang.telemetry.tracing import span
 

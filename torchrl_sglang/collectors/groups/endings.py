@@ -13,9 +13,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.collectors.groups.user_functions import name_of
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import describe
 
 

@@ -21,7 +21,6 @@ from tensordict import (
     lazy_stack,
     list_to_stack,
 )
-from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.copies import step
@@ -47,6 +46,7 @@ from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import describe, refuse_coroutine, together
 from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import Completion

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.groups.agents import AgentGroups
@@ -24,6 +23,7 @@ from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import TurnCodec
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.log import torchrl_logger
 
 
 def make_groups(

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.options import OnOtherSender
 from torchrl_sglang.collectors.runtime.advantages import check_advantages
@@ -21,6 +20,7 @@ from torchrl_sglang.errors import (
     UserFunctionError,
     WeightSyncStateError,
 )
+from torchrl_sglang.support.log import torchrl_logger
 
 FOREVER_SECONDS = 10.0 * 365 * 24 * 3600
 """The writer waits for groups until the collection ends."""

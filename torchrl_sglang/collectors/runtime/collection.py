@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.collectors.runtime.contract import Groups
 from torchrl_sglang.collectors.runtime.group_life import GroupLife
@@ -46,6 +45,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.support.histogram import SECONDS, Histogram
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import describe, user_code
 from torchrl_sglang.telemetry.tracing import span
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.collectors.scheduling.longest import LongestFirst, Sample
 from torchrl_sglang.collectors.scheduling.room import most_in_flight, room_of
@@ -17,6 +15,7 @@ from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.support.digest import digest
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.forks import after_fork
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion
 
 LOOK_SECONDS = 0.5

@@ -15,9 +15,8 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Self, TypeAlias
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.errors import GatewayError, SGLangError
+from torchrl_sglang.support.log import torchrl_logger
 
 BUFFER_BYTES = 16 << 20
 """Most bytes that wait to be read."""

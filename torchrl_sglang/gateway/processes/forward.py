@@ -8,9 +8,9 @@ from typing import Self
 
 import aiohttp
 from aiohttp import web
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.support.log import torchrl_logger
 
 FORWARDED = "x-torchrl-sglang-forwarded"
 """Header of a request that another process has handed on; it is not handed back."""

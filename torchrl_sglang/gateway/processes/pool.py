@@ -13,7 +13,6 @@ from typing import Any
 
 import cloudpickle
 from aiohttp import web
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError, ServerStartError
 from torchrl_sglang.gateway.options import ServingOptions
@@ -41,6 +40,7 @@ from torchrl_sglang.gateway.processes.process import (
 )
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import to_row
+from torchrl_sglang.support.log import torchrl_logger
 
 START_SECONDS = 180.0
 """Timeout of the start of all workers, which import what they need."""

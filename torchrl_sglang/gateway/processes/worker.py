@@ -18,7 +18,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.options import ServingOptions
@@ -43,6 +42,7 @@ from torchrl_sglang.gateway.routes.app import make_session_app
 from torchrl_sglang.gateway.runner import make_runner
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import from_row
+from torchrl_sglang.support.log import torchrl_logger
 
 SERVED_ELSEWHERE = "served_elsewhere"
 """Code of the error for a key of another process's session."""

@@ -13,8 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrl._utils import logger as torchrl_logger
-
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.programs.container import (
     WORK,
@@ -32,6 +30,7 @@ from torchrl_sglang.gateway.programs.process import (
 from torchrl_sglang.gateway.programs.templates import fill, task_values
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count, check_mapping, check_seconds
+from torchrl_sglang.support.log import torchrl_logger
 
 INHERITED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LC_ALL"),

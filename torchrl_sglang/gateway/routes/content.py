@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -21,6 +20,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.gateway.dialects.base import Failure
 from torchrl_sglang.gateway.policy import PromptTooLongError
+from torchrl_sglang.support.log import torchrl_logger
 
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 

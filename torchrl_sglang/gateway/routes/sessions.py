@@ -12,7 +12,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.chat.repeated import LatestMessages
 from torchrl_sglang.errors import GatewayError
@@ -47,6 +46,7 @@ from torchrl_sglang.gateway.routes.contract import (
 )
 from torchrl_sglang.gateway.routes.sending import Stream, send_answer
 from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.telemetry.tracing import continuing
 
 FINAL = frozenset({403, 410})

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import SGLangError, WeightTransferError
 from torchrl_sglang.support.checks import check_port, check_seconds, some_of
 from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import WeightRoute
 from torchrl_sglang.weight_update.transports import process_group
 from torchrl_sglang.weight_update.transports.base import (

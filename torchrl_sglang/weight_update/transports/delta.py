@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
@@ -26,6 +25,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.weight_update.transports.base import (
     CPU,
     WeightTransport,

@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.model_info import MARK, write_mark
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -34,6 +33,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.weight_update.transports.base import (
     CPU,
     UNPROVEN,

@@ -28,9 +28,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.urls import is_loopback
 from torchrl_sglang.types import ServerArgs
 

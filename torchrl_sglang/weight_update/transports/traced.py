@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -26,6 +25,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.event_loop import run_sync, submit
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import TRACED_LOADER
 from torchrl_sglang.weight_update.transports.handles import Content, memory_of, pack
 from torchrl_sglang.weight_update.weights import Bucket, NamedTensors, TensorSpec
