@@ -118,5 +118,21 @@ PEFT: Mapping[str, str] = {
 }
 """Short name of an argument of PEFT's ``LoraConfig`` -> its name."""
 
-COUNTERPARTS = {"TRL": TRL, "verl": VERL, "TorchRL": TORCHRL, "PEFT": PEFT}
+TRAINER: Mapping[str, str] = {
+    "learning_rate": "optimizer",
+    "num_train_epochs": "epochs",
+}
+"""Argument of transformers' ``TrainingArguments`` -> argument of ``Learner``."""
+
+TORCH: Mapping[str, str] = dict.fromkeys(("lr", "betas", "eps"), "optimizer")
+"""Argument of PyTorch's optimizers -> argument of this package that has them."""
+
+COUNTERPARTS = {
+    "TRL": TRL,
+    "verl": VERL,
+    "TorchRL": TORCHRL,
+    "PEFT": PEFT,
+    "transformers": TRAINER,
+    "PyTorch": TORCH,
+}
 """Library -> its arguments."""

@@ -34,7 +34,7 @@ from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.recording.format import find_recording
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
-from torchrl_sglang.support.counterparts import PEFT, TORCHRL, TRL, VERL
+from torchrl_sglang.support.counterparts import PEFT, TORCH, TORCHRL, TRL, VERL
 from torchrl_sglang.trainers.arguments import check_folder, check_parts
 from torchrl_sglang.weight_update.transports.disk import DiskOptions
 
@@ -244,6 +244,9 @@ def test_no_name_of_another_library_is_an_argument():
         (AsyncLLMCollector, "repeats", "group_size=..."),
         (AsyncLLMCollector, "reward_funcs", "rewards=..."),
         (Learner, "max_grad_norm", "clip_grad_norm=..."),
+        (Learner, "num_train_epochs", "epochs=..."),
+        (Learner, "learning_rate", "optimizer=..."),
+        *((Learner, name, "optimizer=...") for name in TORCH),
     ],
 )
 def test_names_of_other_libraries(kind, name, counterpart):
