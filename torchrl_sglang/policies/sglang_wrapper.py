@@ -101,7 +101,9 @@ class SGLangWrapper(LLMWrapperBase):
             in tokens mode, of the tokens' shape, with True or 1 for each token that
             counts; one that does not fit is refused. Defaults to
             ``"attention_mask"``.
-        generate (bool): generate (default) or score.
+        generate (bool): generate (default) or score. A ``History`` has no declarations
+            of tools and is rendered without them: score a conversation that was
+            generated with tools by its tokens, ``input_mode="tokens"``.
         generate_kwargs (dict, optional): sampling parameters, under TorchRL's standard
             names, vLLM's or SGLang's. Types and ranges are checked at once.
             ``max_new_tokens`` defaults to 16, as in vLLM; ``None`` allows what fits
