@@ -33,7 +33,7 @@ class CallForm:
 
     def write(self, message: Message) -> dict[str, Any]:
         """Returns a message in this form."""
-        written = dict(with_content(message))
+        written = dict(message)
         if "tool_call_id" in message:
             written["tool_call_id"] = self.write_id(message["tool_call_id"])
         if message.get("tool_calls"):
@@ -55,25 +55,6 @@ class CallForm:
             arguments = json.dumps(arguments, ensure_ascii=False)
         function = {**call["function"], "arguments": arguments}
         return {**call, "id": self.write_id(call.get("id", "")), "function": function}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UnchangedCalls(CallForm):
-    """Messages as they are, but for the content of those that have calls only."""
-
-    def write(self, message: Message) -> dict[str, Any]:
-        """Returns a message with its own calls."""
-        return dict(with_content(message, None if self.no_content else ""))
-
-
-def with_content(message: Message, beside_calls: str | None = "") -> Message:
-    """Returns a message of the assistant with a content, if its content was None.
-
-    A ``History`` drops it then. ``beside_calls``: the content if there are tool calls.
-    """
-    if message.get("role") != "assistant" or message.get("content") is not None:
-        return message
-    return {**message, "content": beside_calls if message.get("tool_calls") else ""}
 
 
 def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:

@@ -46,7 +46,7 @@ def parts_of(content: Any, name: str) -> list[Part]:
     """Returns the parts of a message's content, which is a text, parts or nothing.
 
     Args:
-        content: of a message.
+        content: of a message; one part may stand for a list of it.
         name: of the message, for errors.
 
     Raises:
@@ -54,6 +54,8 @@ def parts_of(content: Any, name: str) -> list[Part]:
     """
     if content is None or isinstance(content, str):
         return [TextPart(text=content)] if content else []
+    if isinstance(content, Mapping):
+        content = [content]
     if not isinstance(content, Sequence):
         raise ConfigurationError(f"{name}.content must be a text or a list of parts.")
     return [_part(each, name) for each in content]

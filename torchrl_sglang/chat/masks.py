@@ -49,6 +49,7 @@ def encode_full(
             tokenize=True,
             return_dict=True,
             return_assistant_tokens_mask=True,
+            **template.template_kwargs,
         )
         masks = [[bool(bit) for bit in row] for row in encoded["assistant_masks"]]
         return texts, encoded["input_ids"], masks

@@ -10,6 +10,7 @@ from typing import Any
 from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.repeated import has_texts_only, read_once
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.texts import check_text
 
 Message = Mapping[str, Any]
 """``role``, ``content`` (a text), and where there are any ``reasoning_content``,
@@ -17,8 +18,12 @@ Message = Mapping[str, Any]
 fields of TorchRL's ``History``."""
 
 ROLES = ("system", "user", "assistant", "tool")
-_SAME_ROLE = {"developer": "system", "function": "tool"}
+_SAME_ROLE = {"developer": "system", "function": "tool", "ipython": "tool"}
 _KEPT = ("name", "tool_call_id")
+_READ = {
+    *("role", "content", "reasoning_content", "reasoning", "tool_calls"),
+    *("function_call", *_KEPT),
+}
 # json.dumps would make an encoder for each message.
 _TO_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).encode
 
@@ -34,10 +39,92 @@ def from_openai(messages: Any) -> list[Message]:
     return [_from_openai(f"messages[{i}]", each) for i, each in enumerate(messages)]
 
 
+def read_messages(value: Any, name: str) -> list[Message]:
+    """Returns a user's text, a message, or messages in OpenAI's form as messages.
+
+    They are read as those of a request, and keep other fields: chat templates may read
+    them.
+
+    Args:
+        value: a text, a message or messages.
+        name: of the value, for errors.
+
+    Raises:
+        ConfigurationError: if it is something else, or holds something else than text.
+    """
+    if isinstance(value, str):
+        value = {"role": "user", "content": value}
+    if isinstance(value, Mapping):
+        return [_read_message(name, value)]
+    if not isinstance(value, Sequence) or not value:
+        raise ConfigurationError(
+            f"{name} must be a text, a message with 'role' and 'content', or a list of "
+            f"messages, got {value!r:.200}."
+        )
+    return [_read_message(f"{name}[{i}]", message) for i, message in enumerate(value)]
+
+
+def from_row(prompt: Any) -> Any:
+    """Returns a prompt without the None that a table writes for absent arguments.
+
+    All messages of a table have the same keys. In messages of different keys, None
+    among the arguments of a call is a value.
+    """
+    if not isinstance(prompt, (list, tuple)):
+        return prompt
+    keys = {frozenset(each) if isinstance(each, Mapping) else None for each in prompt}
+    return list(map(without_none, prompt)) if len(keys) == 1 else prompt
+
+
+def without_none(message: Any) -> Any:
+    """Returns a message without the arguments of its calls that are None.
+
+    Arguments that are a JSON text keep their null.
+    """
+    if not isinstance(message, Mapping):
+        return message
+    calls = {
+        key: _drop_none(message[key])
+        for key in ("tool_calls", "function_call")
+        if message.get(key)
+    }
+    return {**message, **calls}
+
+
+def _drop_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _drop_none(each) for k, each in value.items() if each is not None}
+    if isinstance(value, (list, tuple)):
+        return [_drop_none(each) for each in value]
+    return value
+
+
+def check_last_message(messages: Sequence[Message], name: str = "The prompt") -> None:
+    """Raises :class:`.ConfigurationError` if the assistant wrote the last message."""
+    if messages and messages[-1]["role"] == "assistant":
+        raise ConfigurationError(
+            f"{name} ends in a message of the assistant, and beginnings of responses "
+            f"are not supported; end with a message of the user or of a tool."
+        )
+
+
+def _read_message(name: str, given: Any) -> Message:
+    message = _from_openai(name, given)
+    others = {
+        key: value
+        for key, value in given.items()
+        if key not in _READ and value is not None
+    }
+    check_text(name, others)
+    return {**others, **message}
+
+
 @read_once
 def _from_openai(name: str, given: Any) -> Message:
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
-        raise ConfigurationError(f"{name} must be an object with a role.")
+        raise ConfigurationError(
+            f"{name} must be an object with a role, got {given!r:.200}."
+        )
     role = _SAME_ROLE.get(given["role"], given["role"])
     if role not in ROLES:
         raise ConfigurationError(
@@ -50,23 +137,36 @@ def _from_openai(name: str, given: Any) -> Message:
     reasoning = given.get("reasoning_content") or given.get("reasoning")
     if reasoning:
         message["reasoning_content"] = text_of(reasoning, name)
-    if given.get("tool_calls"):
-        if not isinstance(given["tool_calls"], list):
-            raise ConfigurationError(f"{name}.tool_calls must be a list.")
-        message["tool_calls"] = [
-            _tool_call(f"{name}.tool_calls[{i}]", call)
-            for i, call in enumerate(given["tool_calls"])
-        ]
-    return message | {key: given[key] for key in _KEPT if given.get(key)}
+    if calls := _tool_calls(name, given):
+        message["tool_calls"] = calls
+    message |= {key: given[key] for key in _KEPT if given.get(key)}
+    if message.keys() == {"role", "content"} and "content" not in given:
+        raise ConfigurationError(f"{name} has no content; it has {', '.join(given)}.")
+    check_text(name, message)
+    return message
+
+
+def _tool_calls(name: str, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls = given.get("tool_calls")
+    if not calls and given.get("function_call"):
+        # OpenAI's form before there were several calls.
+        calls = [given["function_call"]]
+    if calls and not isinstance(calls, (list, tuple)):
+        raise ConfigurationError(f"{name}.tool_calls must be a list.")
+    return [
+        _tool_call(f"{name}.tool_calls[{i}]", call)
+        for i, call in enumerate(calls or ())
+    ]
 
 
 def _tool_call(name: str, call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    # TorchRL and some datasets have calls without an object around the function.
+    function = (call.get("function") or call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigurationError(f"{name} must be a function call with a name.")
     arguments = read_arguments(function.get("arguments"))
     own = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id", ""), "type": "function", "function": own}
+    return {"id": call.get("id") or "", "type": "function", "function": own}
 
 
 def read_arguments(given: Any) -> Any:

@@ -12,19 +12,14 @@ words than the model's, such as another order of arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import Environment, Template, TemplateSyntaxError
 
-from torchrl_sglang.chat.call_forms import (
-    CallForm,
-    UnchangedCalls,
-    find_form,
-    with_content,
-)
+from torchrl_sglang.chat.call_forms import CallForm, find_form
 from torchrl_sglang.chat.choose import choose_template
 from torchrl_sglang.chat.environment import (
     MARKER,
@@ -44,6 +39,7 @@ from torchrl_sglang.chat.rendered import (
 )
 from torchrl_sglang.chat.tokens import Encoder
 from torchrl_sglang.errors import ChatTemplateError, ConfigurationError
+from torchrl_sglang.support.checks import check_mapping
 
 _RESPONSE = "Response"
 
@@ -64,22 +60,33 @@ class ChatTemplate(Encoder):
     Args:
         tokenizer: of the model.
         template: a Jinja template. Defaults to the tokenizer's own.
-        adapts_calls: write tool calls as the template wants them, instead of as they
-            are.
+        template_kwargs: variables of the template, such as ``enable_thinking``, where
+            a prompt's settings have no others.
 
     Attributes:
         source (str): the template.
 
     Raises:
-        ConfigurationError: if there is none.
+        ConfigurationError: if there is none, or it has no such variable.
     """
 
     def __init__(
-        self, tokenizer: Any, template: str | None = None, *, adapts_calls: bool = True
+        self,
+        tokenizer: Any,
+        template: str | None = None,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(tokenizer)
         self.source = choose_template(tokenizer, template=template)
-        self._adapts_calls = adapts_calls
+        given = check_mapping("chat_template_kwargs", template_kwargs or {})
+        self.template_kwargs = dict(given)
+        for name in self.template_kwargs:
+            if name in RESERVED or name not in self.variables:
+                raise ConfigurationError(
+                    f"chat_template_kwargs has {name!r}, which is no variable of the "
+                    f"chat template; leave it out, or give another chat_template."
+                )
 
     @cached_property
     def variables(self) -> frozenset[str]:
@@ -114,8 +121,8 @@ class ChatTemplate(Encoder):
     def in_form(self, messages: Sequence[Message]) -> list[Message]:
         """Returns messages in the form that the template takes."""
         if any("tool_calls" in message for message in messages):
-            return [self._form.write(message) for message in messages]
-        return [with_content(message) for message in messages]
+            return [self.call_form.write(message) for message in messages]
+        return list(messages)
 
     def render_marked(
         self, messages: Sequence[Message], mark: Callable[..., str], *, prompt: bool
@@ -184,11 +191,9 @@ class ChatTemplate(Encoder):
         return {name: each for name, each in vars(self).items() if name not in compiled}
 
     @cached_property
-    def _form(self) -> CallForm:
-        form = find_form(lambda probe: self._render(probe, NO_PROMPT_SETTINGS))
-        if self._adapts_calls:
-            return form
-        return UnchangedCalls(no_content=form.no_content)
+    def call_form(self) -> CallForm:
+        """The form in which the template takes tool calls."""
+        return find_form(lambda probe: self._render(probe, NO_PROMPT_SETTINGS))
 
     def _render(
         self,
@@ -198,7 +203,7 @@ class ChatTemplate(Encoder):
         prompt: bool = True,
     ) -> str:
         said = [dict(message) for message in messages]
-        variables = setting.template_kwargs
+        variables = {**self.template_kwargs, **setting.template_kwargs}
         try:
             if self._quick is not None and RESERVED.isdisjoint(variables) and said:
                 return self._quick.render(
@@ -227,6 +232,7 @@ class ChatTemplate(Encoder):
         """Returns the variables of the template, as transformers sets them."""
         return {
             **self.tokenizer.special_tokens_map,
+            **self.template_kwargs,
             **setting.template_kwargs,
             "messages": messages,
             "tools": list(setting.tools) or None,
@@ -356,13 +362,10 @@ class ChatTemplate(Encoder):
         if literal:
             return None
         calls = response.message.get("tool_calls", ())
-        if any("function" not in call for call in calls):
-            # Calls in TorchRL's form are left as they are.
-            return None
         reply, marks = marked(response.message)
         if not marks:
             return None
-        ids = [self._form.write_id(call.get("id", "")) for call in calls]
+        ids = [self.call_form.write_id(call.get("id", "")) for call in calls]
         return after_marks(now, body(reply), marks, response, ids)
 
     def _behind_end(self, rest: str, end: str, closed: Callable[[], str]) -> str | None:

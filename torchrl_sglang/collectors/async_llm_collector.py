@@ -138,7 +138,8 @@ class AsyncLLMCollector(GroupCollector):
             then. By default as many as fit into the context.
         query_key (str): key of a task's prompt: a text, or messages. Defaults to
             ``"query"``.
-        system_prompt (str, optional): a message before it.
+        system_prompt (str, optional): a message before it. A prompt that has a system
+            message of its own is refused then.
         agent: ``async def agent(task, *, base_url, api_key)`` with a client of OpenAI's
             or Anthropic's protocol, instead of all of these but ``prompts``. It returns
             a reward. A batch has a row for each trajectory, in the layout of

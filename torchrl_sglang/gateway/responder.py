@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_sglang.chat.declarations import known_settings
+from torchrl_sglang.chat.messages import check_last_message
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.dialects.base import Dialect
@@ -106,6 +107,7 @@ class Responder:
         self._check_limits(session, number)
         session.generating += number
         try:
+            check_last_message(request.messages)
             prompt = await self._prompt(session, request)
             self._policy.check_fits(prompt)
             await self._keeper.writable()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,9 +20,16 @@ from tensordict import (
 from torchrl.data.llm import History
 
 from torchrl_sglang.chat.masks import encode_full
-from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.messages import (
+    Message,
+    check_last_message,
+    read_messages,
+    without_none,
+)
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.texts import check_text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +62,15 @@ def read_history(
     if not isinstance(history, History):
         raise TypeError(f"Expected History object for '{key}', got {type(history)}")
     histories = list(history.unbind(0)) if td.ndim else [history]
-    chats = [to_messages(one) for one in histories]
+    names = [f"Conversation {index} of the batch" for index in range(len(histories))]
+    chats = list(map(to_messages, histories, names))
     if not generate:
         texts, ids, masks = encode_full(chats, template)
         return PromptBatch(
             token_ids=ids, texts=texts, histories=histories, assistant_masks=masks
         )
+    for name, messages in zip(names, chats, strict=True):
+        _check_end(messages, name)
     texts = [template.render(chat) for chat in chats]
     rows: list[list[int] | None] = [None] * len(chats)
     for index, known in enumerate(known_tokens or ()):
@@ -77,15 +88,54 @@ def read_history(
     )
 
 
-def to_messages(history: History) -> list[Message]:
-    """Returns a conversation of shape ``(T,)`` as messages for a chat template."""
+def _check_end(messages: Sequence[Message], name: str) -> None:
+    """Raises :class:`.ConfigurationError` for the beginning of a response.
+
+    ``ChatEnv`` without a transform that adds messages returns the whole conversation as
+    the next prompt. TorchRL's wrappers let the model write another message then.
+    """
+    if not messages[-1].get("is_complete", True):
+        check_last_message(messages, name)
+    elif messages[-1]["role"] == "assistant":
+        _log_closed()
+
+
+@cache
+def _log_closed() -> None:
+    torchrl_logger.warning(
+        "A prompt ends in a complete message of the assistant: it is closed, and the "
+        "model writes another one, as with TorchRL's vLLMWrapper. To avoid this, end "
+        "prompts with a message of the user or of a tool; a ChatEnv needs a transform "
+        "that adds it or ends the episode."
+    )
+
+
+def to_messages(history: History, name: str = "The conversation") -> list[Message]:
+    """Returns a conversation of shape ``(T,)`` as messages for a chat template.
+
+    A ``History`` has no trace of a table's keys, so None among the arguments of a call
+    is left out; arguments that are a JSON text keep their null.
+
+    Raises:
+        ConfigurationError: if it is empty, or holds something else than text.
+    """
     inner = history._tensordict
+    turns: list[Any] = []
     if isinstance(inner, LazyStackedTensorDict):
-        messages = [_plain_message(turn) for turn in inner.tensordicts]
-        if None not in messages:
-            return [m for m in messages if m is not None and m["role"] != "<none>"]
-    turns = history.view(-1).tolist(tolist_first=True)
-    return [turn for turn in turns if turn["role"] != "<none>"]
+        turns = [_plain_message(turn) for turn in inner.tensordicts]
+    if not turns or None in turns:
+        turns = history.view(-1).tolist(tolist_first=True)
+    messages = [
+        # TorchRL drops a content that is None, and stores an empty list as a tensor.
+        {**without_none(turn), "content": _to_list(turn.get("content"))}
+        for turn in turns
+        if turn["role"] != "<none>"
+    ]
+    return read_messages(messages, name)
+
+
+def _to_list(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _plain_message(turn: TensorDictBase) -> Message | None:
@@ -98,7 +148,7 @@ def _plain_message(turn: TensorDictBase) -> Message | None:
         if not isinstance(data, (str, bool)):
             return None
         message[name] = data
-    return message if "role" in message and "content" in message else None
+    return message if "role" in message else None
 
 
 def read_text(
@@ -119,6 +169,8 @@ def read_text(
         raise ConfigurationError(
             "Text input needs a tokenizer, and the engine has none; pass tokenizer=..."
         )
+    for index, text in enumerate(texts):
+        check_text(f"Prompt {index} of the batch", text)
     ids = tokenizer(texts, **tokenizer_kwargs)["input_ids"] if texts else []
     return PromptBatch(token_ids=ids, texts=texts)
 

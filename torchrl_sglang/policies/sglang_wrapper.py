@@ -129,6 +129,8 @@ class SGLangWrapper(LLMWrapperBase):
         chat_template_name (str, optional): one of TorchRL's chat templates. Defaults
             to TorchRL's for models of this name, otherwise the tokenizer's own.
         chat_template (str, optional): a chat template; overrides the name.
+        chat_template_kwargs (dict, optional): variables of the chat template, such as
+            ``{"enable_thinking": False}``. Those that it does not have are refused.
         return_log_probs (bool, optional): defaults to True; must not be False when
             scoring.
         history_key (NestedKey): where to write the conversations. Defaults to
@@ -228,6 +230,7 @@ class SGLangWrapper(LLMWrapperBase):
         adapter: str | None = None,
         logprobs_mode: LogProbsMode = "model",
         token_columns: Sequence[str | TokenColumn] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         # get_new_version starts from these; locals() holds the arguments and self.
         arguments = {**locals()}
@@ -366,8 +369,8 @@ class SGLangWrapper(LLMWrapperBase):
                 template=self.chat_template,
                 by_model=True,
             )
-            # A history's calls are in the template's form already.
-            self.template = ChatTemplate(tokenizer, source, adapts_calls=False)
+            variables = self._arguments["chat_template_kwargs"]
+            self.template = ChatTemplate(tokenizer, source, template_kwargs=variables)
 
     def get_new_version(self, **kwargs: Any) -> SGLangWrapper:
         """Returns a wrapper with these arguments changed and all others kept.

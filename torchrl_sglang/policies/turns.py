@@ -14,7 +14,7 @@ from typing import Any
 from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.chat import rendered
-from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.messages import Message, check_last_message, read_messages
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies import outputs
@@ -80,7 +80,14 @@ class TurnCodec:
 
         With ``prefer_tokens`` it goes on from the tokens of an earlier prompt and the
         response to it, if the conversation does.
+
+        Raises:
+            ConfigurationError: if the messages hold something else than text, or end in
+                one of the assistant, or the template does not take them.
         """
+        # Functions may have changed them.
+        messages = read_messages(messages, "The conversation")
+        check_last_message(messages)
         if earlier is not None and self._policy.prefer_tokens:
             joined = self._extend(*earlier, messages)
             if joined is not None:
@@ -125,6 +132,11 @@ class TurnCodec:
         messages = [{"role": "user", "content": "?"}]
         render = self._policy.template.render
         return render(messages, self._setting) != render(messages)
+
+    @property
+    def takes_any_id(self) -> bool:
+        """Whether the chat template takes any id of a call, not only short ones."""
+        return not self._policy.template.call_form.short_ids
 
     @property
     def longest(self) -> int:

@@ -33,6 +33,7 @@ from torchrl_sglang.support.checks import (
     check_seconds,
     to_python,
 )
+from torchrl_sglang.support.texts import check_text, half_character
 from torchrl_sglang.types import Completion, LogProbsMode, ServerCapabilities
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
@@ -260,12 +261,15 @@ def _to_token_ids(
 
 def _read_prompts(
     prompts: Sequence[Any], get_tokenizer: Callable[[], Any]
-) -> list[Sequence[int]]:
+) -> list[Any]:
     """Returns the token ids of texts, and of vLLM's mappings with one or with ids."""
     read = [_read_prompt(index, prompt) for index, prompt in enumerate(prompts)]
-    texts = [prompt for prompt in read if isinstance(prompt, str)]
+    # check_prompt() refuses a text with half of a character: it costs its item only.
+    good = [isinstance(each, str) and not half_character(each) for each in read]
+    texts = [each for each, is_good in zip(read, good, strict=True) if is_good]
     encoded = iter(get_tokenizer()(texts)["input_ids"] if texts else ())
-    return [next(encoded) if isinstance(each, str) else each for each in read]
+    pairs = zip(read, good, strict=True)
+    return [next(encoded) if is_good else each for each, is_good in pairs]
 
 
 def _read_prompt(index: int, prompt: Any) -> str | Sequence[int]:
@@ -409,7 +413,9 @@ def check_prompt(
     input_ids: Sequence[int], capabilities: ServerCapabilities, name: str = "The prompt"
 ) -> None:
     """Raises :class:`ConfigurationError` for a prompt that no server can take."""
-    if not isinstance(input_ids, Sequence):
+    if isinstance(input_ids, str):
+        check_text(name, input_ids)
+    if isinstance(input_ids, str) or not isinstance(input_ids, Sequence):
         raise ConfigurationError(
             f"{name} is a {type(input_ids).__name__}; give a list of token ids."
         )

@@ -9,8 +9,10 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
+from torchrl_sglang.chat.messages import Message, check_last_message
 from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
 from torchrl_sglang.collectors.groups.agents import COLUMNS as AGENT_COLUMNS
+from torchrl_sglang.collectors.groups.conversations import first_messages
 from torchrl_sglang.collectors.groups.filter import make_filter
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunction
 from torchrl_sglang.collectors.groups.rows import (
@@ -19,7 +21,11 @@ from torchrl_sglang.collectors.groups.rows import (
     TURN_COLUMNS,
 )
 from torchrl_sglang.collectors.options import check_options
-from torchrl_sglang.collectors.scheduling.prompts import Passes, is_read_by_index
+from torchrl_sglang.collectors.scheduling.prompts import (
+    Passes,
+    is_read_by_index,
+    to_task,
+)
 from torchrl_sglang.objectives.advantages import (
     TrajectoryReturn,
     conversation_returns,
@@ -106,6 +112,22 @@ class Collecting:
         """Batches in all; the last one may be smaller."""
         groups, size = self.groups, self.groups_per_batch
         return None if groups is None else math.ceil(groups / size)
+
+    def opening(self) -> list[Message]:
+        """Returns the messages of the first prompt; none if they are not known.
+
+        Raises:
+            ConfigurationError: if they are no prompt.
+        """
+        if callable(self.collector) or self.agent is not None or self.env is not None:
+            return []
+        task: Mapping[str, Any] = {self.query_key: "?"}
+        if is_read_by_index(self.prompts):
+            task = to_task(self.prompts[0], self.query_key)
+        system_prompt = self.functions["system_prompt"]
+        messages = first_messages(task, self.query_key, system_prompt)
+        check_last_message(messages, "The first prompt")
+        return messages
 
     @property
     def trajectory_return(self) -> TrajectoryReturn:

@@ -85,6 +85,8 @@ class GRPO(Run):
         generate_kwargs (dict, optional): sampling parameters. Defaults to 512 tokens at
             temperature 1.
         chat_template (str, optional): of policy and saved model.
+        chat_template_kwargs (dict, optional): variables of the chat template, such as
+            ``{"enable_thinking": False}``. An agent's requests have their own.
         method (str): ``"grpo"``, ``"dapo"``, ``"dr_grpo"``, ``"gspo"``, ``"cispo"`` or
             ``"rloo"``; see ``trainers.methods``. Defaults to ``"grpo"``.
         advantage: one of ``objectives.advantages.ADVANTAGES``, or a function. Defaults
@@ -200,6 +202,7 @@ class GRPO(Run):
         query_key: str = "query",
         system_prompt: str | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         generate_kwargs: Mapping[str, Any] | None = None,
         group_size: int = 8,
         groups_per_batch: int = 16,
@@ -332,6 +335,8 @@ class GRPO(Run):
             engine=engine,
             sampling=sampling,
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            opening=collecting.opening(),
             token_columns=(ROUTED_EXPERTS,) if replays else (),
             logprobs_mode=check_logprobs_mode(logprobs_mode),
             has_agent=agent is not None,

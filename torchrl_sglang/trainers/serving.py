@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +12,17 @@ from typing import Any
 import torch
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
-from torchrl_sglang.backends.client.model_info import find_experts, load_model_config
+from torchrl_sglang.backends.client.model_info import (
+    find_experts,
+    load_model_config,
+    unreadable,
+)
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.backends.launch.server_command import make_server_command
-from torchrl_sglang.chat.choose import check_template
+from torchrl_sglang.chat.choose import check_template, choose_template
+from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sampling import translate
@@ -58,6 +64,9 @@ class Serving:
     engine: Any
     sampling: Mapping[str, Any]
     chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    opening: Sequence[Message]
+    """Messages of the first prompt; empty if they are not known."""
     token_columns: tuple[str, ...]
     """Names of what the servers report of each token, beside its log-prob."""
     logprobs_mode: LogProbsMode
@@ -80,6 +89,11 @@ class Serving:
                 )
         if self.has_agent:
             check_sampling_of_agents(self.sampling)
+            if self.chat_template_kwargs:
+                raise ConfigurationError(
+                    "chat_template_kwargs cannot be given with agent, whose requests "
+                    "have their own; send it as chat_template_kwargs of a request."
+                )
         self._check_servers()
 
     def _check_servers(self) -> None:
@@ -116,6 +130,7 @@ class Serving:
             input_mode="history",
             generate_kwargs=self.sampling,
             chat_template=self.chat_template,
+            chat_template_kwargs=self.chat_template_kwargs,
             return_log_probs=True,
             prefer_tokens=True,
         )
@@ -146,12 +161,36 @@ class Serving:
             seed=self.seed,
         )
         model = os.fspath(self.model)
+        self._check_template(model, arguments)
         tell(f"Starting the servers of {model} ...")
         started = AsyncSGLang.from_pretrained(model, **arguments)
         engine = stack.enter_context(started)
         if "launcher" in arguments and torch.cuda.is_available():
             check_gpus(engine.placements, visible_devices()[: ranks.local_size])
         return engine
+
+    def _check_template(self, model: str, arguments: Mapping[str, Any]) -> None:
+        """Applies the chat template once: servers take minutes to start."""
+        from transformers import AutoTokenizer
+
+        path = arguments.get("tokenizer_path") or model
+        trusted = bool(arguments.get("trust_remote_code"))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                path,
+                trust_remote_code=trusted,
+                revision=arguments.get("revision") or "main",
+            )
+        except Exception as error:
+            advice = "give a model's folder or name that has one."
+            raise unreadable(
+                f"The tokenizer {path!r}", error, trusted, advice
+            ) from error
+        source = choose_template(tokenizer, template=self.chat_template, by_model=True)
+        kwargs = self.chat_template_kwargs
+        template = ChatTemplate(tokenizer, source, template_kwargs=kwargs)
+        if self.opening:
+            template.render(self.opening)
 
     def _of_servers(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Returns arguments of servers that report what this run reads."""

@@ -543,6 +543,26 @@ def test_an_item_that_only_the_server_refuses(engine, score):
     assert_scores(last, batch[2], score)
 
 
+def test_a_text_that_was_cut_within_a_character(fake_engine):
+    batch = ["fine", "cut \ud83d", "well"]
+    words = "has half of a character in 'cut"
+    with pytest.raises(ConfigurationError, match=f"Prompt 1 of the batch {words}"):
+        fake_engine.generate(batch, FOUR)
+    good, bad, last = fake_engine.generate(batch, FOUR, return_exceptions=True)
+    assert good.token_ids
+    assert last.token_ids
+    assert isinstance(bad, ConfigurationError)
+    assert words in str(bad)
+    chat = {"messages": [{"role": "user", "content": batch[1]}]}
+    for send in (
+        lambda: fake_engine.chat_completion(chat),
+        lambda: fake_engine.completion({"prompt": batch[1]}),
+        lambda: fake_engine.generate("fine", {**FOUR, "stop": [batch[1]]}),
+    ):
+        with pytest.raises(ConfigurationError, match="half of a character in 'cut"):
+            send()
+
+
 # --- giving up
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from torchrl_sglang.chat.content import ImagePart, TextPart, parts_of, text_of
-from torchrl_sglang.chat.messages import from_openai
-from torchrl_sglang.collectors.groups.conversations import to_messages
+from torchrl_sglang.chat.messages import from_openai, read_messages
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.dialects.anthropic import read_messages
+from torchrl_sglang.gateway.dialects import anthropic
 from torchrl_sglang.gateway.dialects.openai import read_chat
 
 TEXT = {"type": "text", "text": "Look: "}
@@ -27,9 +26,9 @@ DOORS = {
     "chat": lambda said: from_openai([said]),
     "OpenAI": lambda said: read_chat({"messages": [said]}).messages,
     "Anthropic": lambda said: (
-        read_messages({"messages": [said], "max_tokens": 1}).messages
+        anthropic.read_messages({"messages": [said], "max_tokens": 1}).messages
     ),
-    "functions": lambda said: to_messages(said, "step"),
+    "functions": lambda said: read_messages(said, "step"),
 }
 doors = pytest.mark.parametrize("door", DOORS)
 

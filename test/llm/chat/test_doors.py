@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers.chat_families import FAMILIES, family_tokenizer, plain_tokenizer
+from helpers.chat_families import (
+    FAMILIES,
+    family_tokenizer,
+    plain_tokenizer,
+    render_as_transformers,
+)
 from tensordict import TensorDict, lazy_stack
 from tokenizers import AddedToken
 from torchrl.data.llm import History
@@ -18,11 +24,20 @@ from torchrl.modules.llm.policies import ChatHistory
 from torchrl_sglang import AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
+from torchrl_sglang.chat.messages import check_last_message
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.chat.template import ChatTemplate
+from torchrl_sglang.collectors.groups.conversations import (
+    Conversation,
+    Conversations,
+)
+from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.errors import ConfigurationError, TaskError
+from torchrl_sglang.gateway.dialects.openai import read_chat
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 PLAIN = ("inst", "llama2", "mistral-v0.1")
@@ -39,7 +54,7 @@ def tokenizer_of(name: str) -> Any:
 class ScriptedEngine(AsyncSGLang):
     """An engine whose model writes what the test says."""
 
-    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int] = ()) -> None:
         super().__init__(
             Fleet(replicas=[Replica(url="http://127.0.0.1:1")], weight_version="0"),
             ServerCapabilities(
@@ -314,3 +329,274 @@ def test_the_first_token_that_a_text_begins_with() -> None:
     piece, *ids = tokenizer.encode("[INST]", add_special_tokens=False)
     assert tokenizer.convert_ids_to_tokens(piece) == "▁"
     assert ChatTemplate(tokenizer).encode_behind("[INST]") == ids
+
+
+# Messages in other forms than the gateway's.
+
+
+def encode_of_gateway(tokenizer: Any, messages: Any) -> list[int]:
+    said = read_chat({"messages": messages}).messages
+    check_last_message(said)
+    template = ChatTemplate(tokenizer)
+    return Session("it").prompt(said, PromptSettings(), template).token_ids
+
+
+def encode_of_wrapper(tokenizer: Any, messages: Any) -> list[int]:
+    policy = SGLangWrapper(ScriptedEngine(tokenizer), tokenizer=tokenizer)
+    history = History.from_chats([messages])
+    td = TensorDict(history=ChatHistory(prompt=history), batch_size=1)
+    return policy.begin(td)[0].token_ids[0]
+
+
+def encode_of_scores(tokenizer: Any, messages: Any) -> list[int]:
+    policy = SGLangWrapper(
+        ScriptedEngine(tokenizer), tokenizer=tokenizer, generate=False
+    )
+    history = History.from_chats([messages])
+    td = TensorDict(history=ChatHistory(full=history), batch_size=1)
+    return policy.begin(td)[0].token_ids[0]
+
+
+def encode_of_codec(tokenizer: Any, messages: Any) -> list[int]:
+    policy = SGLangWrapper(ScriptedEngine(tokenizer), tokenizer=tokenizer)
+    return TurnCodec(policy).encode(messages).token_ids
+
+
+def conversations(tokenizer: Any, **options: Any) -> Conversations:
+    policy = SGLangWrapper(ScriptedEngine(tokenizer), tokenizer=tokenizer)
+    functions = {"system_prompt": None, "step": None, "tools": None, "max_turns": None}
+    return Conversations(
+        TurnCodec(policy),
+        query_key="query",
+        timeouts=CollectorTimeouts(),
+        blocking=BlockingCalls("it", 1),
+        **{**functions, **options},
+    )
+
+
+def encode_of_collector(tokenizer: Any, messages: Any) -> list[int]:
+    (only,) = conversations(tokenizer).begin({"query": messages}, 1)
+    return only.opening.token_ids
+
+
+def encode_of_reply(tokenizer: Any, messages: Any) -> list[int]:
+    """A prompt with what ``step`` says behind a first turn."""
+    said = []
+
+    def step(conversation: Conversation, task: Any) -> Any:
+        del conversation.messages[:]
+        return None if said or said.append(1) else messages
+
+    talk = conversations(tokenizer, step=step)
+    (only,) = talk.begin({"query": "Hi"}, 1)
+    asyncio.run(talk.run(only, session_id="it", policy_version=lambda: 0))
+    return only.turns[-1].prompt.token_ids
+
+
+PROMPTS = {
+    "gateway": encode_of_gateway,
+    "wrapper": encode_of_wrapper,
+    "turns": encode_of_codec,
+    "collector": encode_of_collector,
+    "step": encode_of_reply,
+}
+"""Ways to the model, by which messages become a prompt."""
+
+CALL = {"name": "add", "arguments": {"a": 1, "b": "2"}}
+AS_TEXT = {**CALL, "arguments": '{"a": 1, "b": "2"}'}
+
+
+def called(call: Any, content: Any = None, **fields: Any) -> list[dict[str, Any]]:
+    """A conversation with a tool call, for the next response."""
+    return [
+        user("Add"),
+        {"role": "assistant", "content": content, "tool_calls": [call], **fields},
+        {"role": "tool", "content": "3"},
+    ]
+
+
+def function(given: Any, **fields: Any) -> dict[str, Any]:
+    return {"id": "call12345", "type": "function", "function": given, **fields}
+
+
+TEXTS = [{"type": "text", "text": text} for text in ("a", "b")]
+SYSTEM = [{"role": "system", "content": text} for text in ("Be", "brief.")]
+NO_ARGUMENTS = {**CALL, "arguments": {}}
+
+FORMS: dict[str, tuple[Any, Any]] = {
+    "text parts": ([{"role": "user", "content": TEXTS}], [user("ab")]),
+    "one part": ([{"role": "user", "content": TEXTS[0]}], [user("a")]),
+    "no parts": ([{"role": "user", "content": []}], [user("")]),
+    "none": (
+        [user("a"), {"role": "assistant", "content": None}, user("b")],
+        [user("a"), {"role": "assistant", "content": ""}, user("b")],
+    ),
+    "another name of a role": (
+        [{"role": "developer", "content": "Be"}, user("a")],
+        [SYSTEM[0], user("a")],
+    ),
+    "two system messages": ([*SYSTEM, user("a")], [*SYSTEM, user("a")]),
+    "OpenAI's calls": (called(function(AS_TEXT)), CALL),
+    "an object of arguments": (called(function(CALL), ""), CALL),
+    "a flat call": (called(AS_TEXT), CALL),
+    "null in a text": (
+        called(function({**CALL, "arguments": '{"a": null}'})),
+        {**CALL, "arguments": {"a": None}},
+    ),
+    "an empty text": (called(function({**CALL, "arguments": ""})), NO_ARGUMENTS),
+    "no arguments": (called(function({**CALL, "arguments": None})), NO_ARGUMENTS),
+    "OpenAI's old call": (
+        [
+            user("Add"),
+            {"role": "assistant", "content": None, "function_call": AS_TEXT},
+            {"role": "function", "content": "3"},
+        ],
+        CALL,
+    ),
+}
+"""Messages, and the same in the form of transformers; for calls, the call."""
+
+
+def right_form(family: str, wanted: Any) -> list[dict[str, Any]]:
+    if isinstance(wanted, list):
+        return wanted
+    if not FAMILIES[family].texts:
+        return called(function(wanted), "")
+    return called(function({**wanted, "arguments": json.dumps(wanted["arguments"])}))
+
+
+def has_no_place(messages: Any) -> bool:
+    """Whether TorchRL's ``History`` cannot hold the messages."""
+    known = {"role", "content", "tool_calls"}
+    return any(each.keys() - known for each in messages)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("door", PROMPTS)
+@pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
+def test_every_door_reads_messages_alike(family: str, door: str, form: str) -> None:
+    tokenizer = family_tokenizer(family)
+    messages, wanted = FORMS[form]
+    if door == "wrapper" and has_no_place(messages):
+        pytest.skip("a History has no such field")
+    text = render_as_transformers(tokenizer, right_form(family, wanted), None)
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert PROMPTS[door](tokenizer, messages) == expected
+
+
+@pytest.mark.parametrize("door", ["wrapper", "collector"])
+def test_rows_of_datasets(door: str) -> None:
+    """They have None for each key that only other rows have."""
+    tokenizer = family_tokenizer("qwen3")
+    arguments = {**CALL["arguments"], "c": None, "content": None}
+    messages = called(function({**CALL, "arguments": arguments}))
+    messages[0]["tool_calls"] = messages[2]["tool_calls"] = None
+    text = render_as_transformers(tokenizer, right_form("qwen3", CALL), None)
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert PROMPTS[door](tokenizer, messages) == expected
+
+
+def test_null_in_messages_of_different_keys() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    call = {**CALL, "arguments": {"a": None, "b": "2"}}
+    text = render_as_transformers(tokenizer, right_form("qwen3", call), None)
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert encode_of_collector(tokenizer, called(function(call), "")) == expected
+
+
+def test_a_complete_message_of_the_assistant_at_the_end_of_a_history() -> None:
+    """TorchRL's wrappers close it, and let the model write another one."""
+    tokenizer = family_tokenizer("qwen2.5")
+    messages = [user("a"), {"role": "assistant", "content": "b"}]
+    expected = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+    assert encode_of_wrapper(tokenizer, messages) == expected
+    for door in PROMPTS.keys() - {"wrapper"}:
+        with pytest.raises(ConfigurationError, match="ends in a message of the assist"):
+            PROMPTS[door](tokenizer, messages)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_scored_history_is_read_alike(form: str) -> None:
+    tokenizer = family_tokenizer("qwen2.5")
+    messages, wanted = FORMS[form]
+    if has_no_place(messages):
+        pytest.skip("a History has no such field")
+    text = tokenizer.apply_chat_template(right_form("qwen2.5", wanted), tokenize=False)
+    expected = tokenizer.encode(text, add_special_tokens=False)
+    assert encode_of_scores(tokenizer, messages) == expected
+
+
+HALF = "cut \ud83d"
+REFUSED = {
+    "an image": (
+        [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+        "'image_url'; the policy takes text only",
+    ),
+    "another part": (
+        [{"role": "user", "content": [{"type": "new", "new": "x"}]}],
+        "'new'; the policy takes text only",
+    ),
+    "a number": ([{"role": "user", "content": 5}], "must be a text or a list"),
+    "another role": ([{"role": "human", "content": "a"}], "has the role 'human'"),
+    "a beginning": (
+        [user("a"), {"role": "assistant", "content": "b", "is_complete": False}],
+        "beginnings of responses",
+    ),
+    "a call at the end": (
+        called(function(AS_TEXT), is_complete=False)[:2],
+        "beginnings of responses",
+    ),
+    "a call without a name": (called(function({"arguments": "{}"})), "with a name"),
+    "half of a character": ([user(HALF)], r"half of a character in 'cut \\ud83d'"),
+    "half of one in arguments": (
+        called(function({**CALL, "arguments": {"a": HALF}})),
+        "half of a character",
+    ),
+    "half of one in their text": (
+        called(function({**CALL, "arguments": json.dumps({"a": HALF})})),
+        "half of a character",
+    ),
+    "no content": ([{"role": "user", "text": "a"}], "has no content"),
+    "no role": ([{"from": "human", "value": "a"}], "with a role"),
+    "no message": (["a", "b"], "with a role"),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+@pytest.mark.parametrize("door", PROMPTS)
+def test_every_door_refuses_messages_alike(door: str, reason: str) -> None:
+    messages, words = REFUSED[reason]
+    if door == "wrapper" and reason.startswith("no "):
+        pytest.skip("a History has a role and a content")
+    with pytest.raises(ConfigurationError, match=words):
+        PROMPTS[door](family_tokenizer("qwen2.5"), messages)
+
+
+def test_two_system_messages_of_which_one_is_the_runs() -> None:
+    tokenizer = family_tokenizer("qwen2.5")
+    task = {"query": [*SYSTEM[:1], user("a")]}
+    with pytest.raises(TaskError, match="system message of its own, beside system_pro"):
+        conversations(tokenizer, system_prompt="Be long.").begin(task, 1)
+    with pytest.raises(ConfigurationError, match="system_prompt has half of a charact"):
+        conversations(tokenizer, system_prompt=HALF)
+
+
+def test_variables_of_the_template() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    policy = SGLangWrapper(
+        ScriptedEngine(tokenizer),
+        tokenizer=tokenizer,
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    variables = {"enable_thinking": False}
+    text = render_as_transformers(tokenizer, [user("a")], None, **variables)
+    assert text != render_as_transformers(tokenizer, [user("a")], None)
+    assert TurnCodec(policy).encode([user("a")]).text == text
+    history = ChatHistory(prompt=History.from_chats([[user("a")]]))
+    prompts, _ = policy.begin(TensorDict(history=history, batch_size=1))
+    assert prompts.texts == [text]
+    for name in ("enable_thinkin", "tools"):
+        with pytest.raises(ConfigurationError, match=f"{name}.* no variable of the"):
+            policy.get_new_version(chat_template_kwargs={name: True})

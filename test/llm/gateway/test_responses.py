@@ -538,6 +538,14 @@ def test_a_response_is_kept(grammar_engine, tmp_path):
         assert session.turns[1].about["tools"] is session.turns[0].about["tools"]
 
 
+def test_a_response_without_an_input(client, session):
+    """Its prompt would end in the earlier response, which is complete."""
+    first = client.responses.create(model="m", input="hello", max_output_tokens=4)
+    with pytest.raises(openai.BadRequestError, match="ends in a message of the assist"):
+        client.responses.create(model="m", previous_response_id=first.id)
+    assert len(session.turns) == 1
+
+
 def test_what_is_not_kept_is_not_found(client, session, gateway):
     ask = {"model": "m", "input": "hello", "max_output_tokens": 4}
     response = client.responses.create(store=False, **ask)

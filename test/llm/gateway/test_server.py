@@ -73,7 +73,7 @@ DEEP = {"role": "assistant", "tool_calls": [{"function": NESTED}]}
 @pytest.mark.parametrize(
     ("path", "body", "told"),
     [
-        ("chat/completions", {"messages": [*HELLO, DEEP]}, "nested too deeply"),
+        ("chat/completions", {"messages": [*HELLO, DEEP, *HELLO]}, "nested too deeply"),
         ("messages", {"output_config": "format"}, "may have effort, format"),
         (
             "chat/completions",
@@ -506,6 +506,7 @@ def test_the_same_request_asks_for_another_response(session):
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot"}]}, "robot"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "beginnings"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "no images",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import os
+import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
+from helpers.chat_families import family_tokenizer
 
 from torchrl_sglang import (
     GRPO,
@@ -160,6 +163,48 @@ def test_what_is_wrong_is_told_before_servers_are_started(wrong, message):
 )
 def test_tasks_that_are_not_refused(given):
     GRPO("model", **{**GIVEN, **given})
+
+
+class NoServers:
+    """A placement that starts nothing."""
+
+    error = "no servers here"
+    are_wanted = False
+
+    def bind(self, num_replicas, spec, **options):
+        self.are_wanted = True
+        raise ConfigurationError(self.error)
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong", "error"),
+    [
+        (None, {}, "no chat template"),
+        ("gemma2", {"system_prompt": "Be brief."}, "There is no system role"),
+        ("gemma2", {"chat_template_kwargs": {"thinks": True}}, "no variable of the"),
+        ("gemma2", {}, "no servers here"),
+    ],
+)
+def test_the_chat_template_is_applied_before_servers_start(
+    family, wrong, error, tokenizer, tiny_model_path, tmp_path
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model_path, model)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = copy.deepcopy(tokenizer)
+    source = family and family_tokenizer(family).chat_template
+    tokenizer.chat_template = source
+    tokenizer.save_pretrained(model)
+    servers = NoServers()
+    run = GRPO(
+        model,
+        **{**GIVEN, **wrong},
+        engine={"launcher": servers},
+        output=tmp_path / "run",
+    )
+    with pytest.raises(ConfigurationError, match=error), run:
+        pass
+    assert servers.are_wanted is (error == servers.error)
 
 
 def test_columns_that_a_run_takes_for_taken(fake_engine, tiny_model_path, tmp_path):

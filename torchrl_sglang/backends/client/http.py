@@ -36,6 +36,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.texts import check_text
 
 KEEPALIVE_SECONDS = 3.0
 """Idle connections close after this; SGLang's uvicorn closes them after 5 s."""
@@ -164,6 +165,8 @@ def encode(payload: Any) -> bytes:
     try:
         return msgspec.json.encode(payload)
     except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, UnicodeEncodeError):
+            check_text("A request", payload)
         raise ConfigurationError(
             f"A request cannot be encoded as JSON: {error}."
         ) from None

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from torchrl_sglang.chat.content import text_of
-from torchrl_sglang.chat.messages import Message
+from torchrl_sglang.chat.messages import Message, from_row, read_messages
 from torchrl_sglang.collectors.groups.endings import Endings, warn
 from torchrl_sglang.collectors.groups.tools import Tools, probe_template
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
@@ -27,6 +26,7 @@ from torchrl_sglang.requests.request import RequestSlot
 from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.texts import check_text
 from torchrl_sglang.support.user_code import together
 from torchrl_sglang.telemetry.tracing import span
 
@@ -125,7 +125,7 @@ class Conversations:
     Args:
         codec: of the policy.
         query_key: key of a task with its prompt: a text, or messages.
-        system_prompt: a message before it.
+        system_prompt: a message before it, which then has none of its own.
         step: says what is said to the policy next.
         tools: that the policy can call.
         max_turns: most responses of a conversation.
@@ -151,6 +151,8 @@ class Conversations:
         self.generating = Meter()
         self._codec = codec
         self._query_key = query_key
+        if system_prompt is not None:
+            check_text("system_prompt", system_prompt)
         self._system_prompt = system_prompt
         self._step = step
         self._tools = tools
@@ -162,7 +164,9 @@ class Conversations:
         self._calls = (
             None
             if tools is None
-            else probe_template(codec.encode, system=system_prompt)
+            else probe_template(
+                codec.encode, system=system_prompt, any_id=codec.takes_any_id
+            )
         )
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
@@ -172,7 +176,7 @@ class Conversations:
             TaskError: if there is no prompt, or no room for a response to it.
         """
         try:
-            messages = self._first_messages(task)
+            messages = first_messages(task, self._query_key, self._system_prompt)
             opening = self._codec.encode(messages)
         except TaskError:
             raise
@@ -324,18 +328,33 @@ class Conversations:
             said = await self._blocking.call(
                 self._step, conversation, conversation.task, seconds=self._timeouts.step
             )
-        return None if said is None else to_messages(said, "step")
+        return None if said is None else read_messages(said, "step")
 
-    def _first_messages(self, task: Task) -> list[Message]:
-        if self._query_key not in task:
-            raise TaskError(
-                f"A task has no {self._query_key!r}; it has {sorted(map(str, task))}. "
-                f"Name the key of the prompt with query_key."
-            )
-        messages = to_messages(task[self._query_key], f"task[{self._query_key!r}]")
-        if self._system_prompt is None:
-            return messages
-        return [{"role": "system", "content": self._system_prompt}, *messages]
+
+def first_messages(
+    task: Task, query_key: str, system_prompt: str | None
+) -> list[Message]:
+    """Returns the messages before the first response to a task.
+
+    Raises:
+        ConfigurationError: if there is no prompt, or two system messages.
+    """
+    if query_key not in task:
+        raise TaskError(
+            f"A task has no {query_key!r}; it has {sorted(map(str, task))}. "
+            f"Name the key of the prompt with query_key."
+        )
+    name = f"task[{query_key!r}]"
+    messages = read_messages(from_row(task[query_key]), name)
+    if system_prompt is None:
+        return messages
+    if any(message["role"] == "system" for message in messages):
+        raise TaskError(
+            f"{name} has a system message of its own, beside system_prompt; leave one "
+            f"of them out."
+        )
+    system = {"role": "system", "content": system_prompt}
+    return [*read_messages(system, "system_prompt"), *messages]
 
 
 def check_step(step: Step) -> None:
@@ -346,34 +365,3 @@ def check_step(step: Step) -> None:
             f"returns what the user says next."
         )
     check_call(_STEP.format(name_of(step)), step, "conversation", "task")
-
-
-def to_messages(said: Any, name: str) -> list[Message]:
-    """Returns a text, a message or messages as a list of messages.
-
-    Raises:
-        ConfigurationError: if it is something else, or has parts that are not text.
-    """
-    if isinstance(said, str):
-        return [{"role": "user", "content": said}]
-    messages = [said] if isinstance(said, Mapping) else said
-    if (
-        isinstance(messages, Sequence)
-        and messages
-        and all(
-            isinstance(each, Mapping) and {"role", "content"} <= set(each)
-            for each in messages
-        )
-    ):
-        return [_plain(each, name) for each in messages]
-    raise ConfigurationError(
-        f"{name} must be a text, a message with 'role' and 'content', or a list of "
-        f"messages, got {said!r}."
-    )
-
-
-def _plain(message: Message, name: str) -> Message:
-    """Returns a message whose content is a text where it came in parts."""
-    if not isinstance(message["content"], (list, tuple)):
-        return message
-    return {**message, "content": text_of(message["content"], name)}

@@ -24,6 +24,7 @@ from torchrl_sglang.chat.tool_calls import (
 from torchrl_sglang.collectors.groups.user_functions import name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.texts import replace_halves
 from torchrl_sglang.support.user_code import (
     CallTimeoutError,
     describe,
@@ -106,7 +107,7 @@ def _encodable(value: Any) -> Any:
     A model can write them, and a tokenizer takes none.
     """
     if isinstance(value, str):
-        return value.encode("utf-8", "replace").decode()
+        return replace_halves(value)
     if isinstance(value, Mapping):
         return {_encodable(name): _encodable(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -139,13 +140,14 @@ class CallsOfTemplate:
 
 
 def probe_template(
-    encode: Callable[[list[Message]], Any], *, system: str | None
+    encode: Callable[[list[Message]], Any], *, system: str | None, any_id: bool
 ) -> CallsOfTemplate:
     """Returns what a chat template takes of calls, by rendering some.
 
     Args:
         encode: applies the chat template to a conversation.
         system: message at the beginning of conversations.
+        any_id: whether it takes ids other than nine letters and digits as they are.
 
     Raises:
         ConfigurationError: if the template refuses the message of a tool anyway.
@@ -158,7 +160,8 @@ def probe_template(
             except ConfigurationError as error:
                 refused = refused or error
             else:
-                return CallsOfTemplate(in_message=in_message, any_id=bool(tag))
+                takes_any = any_id and bool(tag)
+                return CallsOfTemplate(in_message=in_message, any_id=takes_any)
     raise ConfigurationError(
         f"tools cannot be used with this chat template, which refuses messages of the "
         f"role 'tool': {refused} Give the policy another chat_template, or leave tools "
@@ -316,8 +319,7 @@ class Tools:
             return f"Error: {call.tool} took longer than {seconds:g} s."
         except Exception as error:  # noqa: BLE001 - A tool raises anything.
             text = f"Error: {describe(error)}"
-        # A tokenizer takes no half of a surrogate pair.
-        return text.encode("utf-8", "replace").decode()
+        return replace_halves(text)
 
 
 def _takes_conversation(function: Callable[..., Any]) -> bool:

@@ -74,13 +74,7 @@ def read_messages(body: Any) -> Request:
     """
     if not isinstance(body, Mapping) or body.get("max_tokens") is None:
         raise ConfigurationError("max_tokens is required.")
-    request = read_count(body)
-    if request.messages[-1]["role"] == "assistant":
-        raise ConfigurationError(
-            "The last message is the assistant's, and beginnings of responses are not "
-            "supported; end with a message of the user."
-        )
-    return request
+    return read_count(body)
 
 
 def read_count(body: Any) -> Request:

@@ -21,6 +21,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.gateway.dialects.base import Failure
 from torchrl_sglang.gateway.policy import PromptTooLongError
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.texts import half_character
 
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 
@@ -65,13 +66,12 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 def _half_character(body: bytes) -> str:
     """Returns where a request has half of a character; an empty text: nowhere."""
     try:
-        json.dumps(json.loads(body), ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        text = error.object[max(error.start - 20, 0) : error.end]
-        return f"it has half of a character in {text!r}; a text was cut within one"
+        half = half_character(json.loads(body))
     except (ValueError, RecursionError):
-        pass
-    return ""
+        return ""
+    if not half:
+        return ""
+    return f"it has half of a character in {half!r}; a text was cut within one"
 
 
 def json_response(content: Any, **options: Any) -> web.Response:
