@@ -411,10 +411,20 @@ PROGRAMS = {
         CLAUDE_CODE,
         environment="claude_agent_sdk",
         variant="sdk",
-        without={
-            **CLAUDE_CODE.without,
-            "overflow": "It sends a request that the script has no reply for.",
+        # A refused prompt has it summarise the turns before, in tags that it looks for,
+        # and ask once more.
+        instead={
+            **CLAUDE_CODE.instead,
+            "overflow": replace(
+                SCENARIOS["overflow"],
+                script=[
+                    *SCENARIOS["overflow"].script,
+                    Reply(text="<summary>It rains.</summary>"),
+                ],
+            ),
         },
+        rows={"overflow": (2, "The summary's request is a conversation of its own.")},
+        repeats={"overflow": "It asks again with a summary of the turns before."},
     ),
     "codex": Program(
         file="codex.py",
