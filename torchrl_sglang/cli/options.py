@@ -188,7 +188,7 @@ def check_nothing_starts(arguments: argparse.Namespace) -> None:
         )
 
 
-def read_keys(arguments: argparse.Namespace) -> dict[str, str]:
+def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the servers' keys, those that there are, by the engine's arguments."""
     keys = {
         "api_key": read_key(arguments.api_key_file),

@@ -263,7 +263,7 @@ def _written_masks(
     left_out = {
         token_id
         for row, mask in zip(rows, masks, strict=False)
-        for token_id in row.cpu()[~mask].unique().tolist()
+        for token_id in row.cpu()[~mask].tolist()
     }
     if len(left_out) > 1:
         return None
