@@ -540,18 +540,6 @@ class ServerStats:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerLoad:
-    """Requests of one server, of all users, and how many it runs at most."""
-
-    running: int
-    """Running requests."""
-    queued: int
-    """Requests in its queue."""
-    limit: int | None
-    """Most requests that it runs at once; ``None`` if it does not tell."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
     """Totals of an engine since it was made, and its present activity."""
 

@@ -39,7 +39,6 @@ from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
 from torchrl_sglang.collectors.scheduling.priority import (
     RequestOrder,
     choose_priority,
-    choose_slots,
 )
 from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -183,10 +182,7 @@ class AsyncLLMCollector(GroupCollector):
             groups that started first, so that a later turn of an older group does not
             wait behind first turns of newer ones. It needs servers with
             ``enable_priority_scheduling=True`` and
-            ``disable_priority_preemption=True``. ``"longest"``: of those for the
-            earliest batch the ones that are expected to be longest, as other samples of
-            their prompt tell. It is for plain functions with one response in a
-            conversation, and needs no argument of the servers.
+            ``disable_priority_preemption=True``.
         shuffle (bool): read a dataset in random order. Defaults to False.
         seed (int): of that order. Defaults to 0.
         deterministic (bool): two runs collect the same, whatever finishes first: each
@@ -327,7 +323,6 @@ class AsyncLLMCollector(GroupCollector):
             blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
             seeds=self._seeds if has_seeds else None,
             priority_of=choose_priority(request_order, policy.model.capabilities),
-            slot_of=choose_slots(request_order, policy.model, limits.groups_per_update),
             rewards=rewards,
             group_rewards=group_rewards,
             step=step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from tensordict import (
@@ -24,17 +24,13 @@ from torchrl_sglang.collectors.copies import (
     next_input,
     step,
 )
-from torchrl_sglang.collectors.scheduling.priority import BatchOrder
-from torchrl_sglang.collectors.scheduling.slots import Slots
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
     check_schemes,
     detach_weight_sync,
 )
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.policies.engine_call import ask
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.support.checks import check_choice
 from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
@@ -51,18 +47,10 @@ class SGLangLLMCollector(LLMCollector):
 
     Keyword Args:
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``.
-        request_order (str): which requests of a batch the servers begin first, where
-            they are more than the servers can run: ``"arrival"`` (default), or
-            ``"longest"``: those that are expected to be longest, so that the batch does
-            not end with a long response that began last. One sample of each prompt
-            tells the length of the others, and so does an earlier epoch. What is
-            yielded is the same.
 
     Raises:
         ConfigurationError: if a scheme is not an ``SGLangWeightSyncScheme`` or is for a
-            model other than ``"policy"``, if the policy has ``num_samples``, or if the
-            order needs another policy or environment.
-        UnsupportedByServerError: if servers do not tell how many requests they run.
+            model other than ``"policy"``, or if the policy has ``num_samples``.
 
     Examples:
         >>> scheme = SGLangWeightSyncScheme(engine, model)
@@ -92,32 +80,13 @@ class SGLangLLMCollector(LLMCollector):
         self,
         *args: Any,
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
-        request_order: BatchOrder = "arrival",
         **kwargs: Any,
     ) -> None:
         schemes = check_schemes(weight_sync_schemes)
-        check_choice("request_order", request_order, get_args(BatchOrder))
         super().__init__(*args, **kwargs)
         _check_samples(self.policy)
-        self._slots = self._make_slots() if request_order == "longest" else None
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
-
-    def _make_slots(self) -> Slots:
-        policy = self.policy
-        if not isinstance(policy, SGLangWrapper) or not policy.generate:
-            raise ConfigurationError(
-                f"request_order='longest' needs an SGLangWrapper that generates, got "
-                f"{type(policy).__name__}; leave it out."
-            )
-        if policy.batching or isinstance(self.env, AsyncEnvPool):
-            given = "batching=True" if policy.batching else "an AsyncEnvPool"
-            raise ConfigurationError(
-                f"request_order='longest' orders the requests of a whole batch, which "
-                f"{given} takes apart; give one environment of all conversations and "
-                f"a policy without batching."
-            )
-        return Slots(policy.model)
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Ends the collector, and has its scheme's sender forget it."""
@@ -177,17 +146,8 @@ class SGLangLLMCollector(LLMCollector):
     @set_list_to_stack(True)
     def _respond(self, tensordict: TensorDictBase | None) -> TensorDictBase:
         """Returns ``self.policy(tensordict)``."""
-        policy, slots = self.policy, self._slots
-        if slots is None:
-            batch: TensorDictBase = policy(tensordict)
-            return batch
-        assert tensordict is not None
-        prompts, requests = policy.begin(tensordict)
-        completions = ask(
-            policy.model, slots.assign(requests), tokenizer=policy.tokenizer
-        )
-        finished: TensorDictBase = policy.finish(tensordict, prompts, completions)
-        return finished
+        batch: TensorDictBase = self.policy(tensordict)
+        return batch
 
     def _step_env(
         self, batch: TensorDictBase, turns_to_reset: float

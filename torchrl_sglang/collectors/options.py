@@ -6,10 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from torchrl_sglang.collectors.scheduling.group_pool import OnStale
-from torchrl_sglang.collectors.scheduling.priority import (
-    RequestOrder,
-    check_one_response,
-)
+from torchrl_sglang.collectors.scheduling.priority import RequestOrder
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.recording.recorder import check_recorder
@@ -57,7 +54,7 @@ def check_options(given: Mapping[str, Any]) -> None:
         ...     check_options({"request_order": "newest"})
         ... except ConfigurationError as error:
         ...     print(error)
-        request_order='newest' is not one of 'arrival', 'oldest', 'longest'.
+        request_order='newest' is not one of 'arrival', 'oldest'.
     """
     for name, value in given.items():
         if name in COUNTS:
@@ -78,15 +75,6 @@ def check_options(given: Mapping[str, Any]) -> None:
                     "the thread that takes a batch, without an event loop, calls it"
                 )
                 refuse_coroutine(name, value, reason)
-    check_one_response(given.get("request_order", "arrival"), _further(given))
-
-
-def _further(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments that make conversations of more than one response."""
-    names = ["env", "agent"]
-    if given.get("max_turns") != 1:
-        names += ["step", "tools"]
-    return {name: given.get(name) for name in names}
 
 
 def _check_timeouts(value: Any) -> None:

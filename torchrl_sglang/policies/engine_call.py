@@ -189,12 +189,7 @@ def _in_stages(
     stages = [known[id(request.sampling_params)] for request in requests]
     first = [
         # Nobody knows yet where their stop strings cut them, nor how long they are.
-        replace(
-            request,
-            sampling_params=stage.first,
-            on_tokens=None,
-            slot=request.slot if stage.rest is None else None,
-        )
+        replace(request, sampling_params=stage.first, on_tokens=None)
         for request, stage in zip(requests, stages, strict=True)
     ]
     outcomes = yield _EngineCall(first, return_exceptions)

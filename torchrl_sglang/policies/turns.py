@@ -21,7 +21,7 @@ from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.engine_call import ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.requests.request import RequestSlot, longest_prompt
+from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.support.checks import to_python
 from torchrl_sglang.types import Completion
 
@@ -155,7 +155,6 @@ class TurnCodec:
         seed: int | None = None,
         session_id: str | None = None,
         priority: int | None = None,
-        slot: RequestSlot | None = None,
         timeout: float,
     ) -> TurnResponse:
         """Returns the policy's response; each sample of a group has its own seed.
@@ -166,7 +165,6 @@ class TurnCodec:
             seed: of the response, instead of one from the policy's.
             session_id: of the conversation.
             priority: of the request in a server's queue.
-            slot: waited for before the request is sent.
             timeout: in seconds.
         """
         params = self._params.for_sample(sample)
@@ -178,7 +176,6 @@ class TurnCodec:
             sampling_params=params,
             session_id=session_id,
             priority=priority,
-            slot=slot,
         )
         policy = self._policy
         (completion,) = await ask_async(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.requests.behaviour import plan_behaviour
@@ -34,7 +34,7 @@ from torchrl_sglang.support.checks import (
     to_python,
 )
 from torchrl_sglang.support.texts import check_text, half_character
-from torchrl_sglang.types import Completion, LogProbsMode, ServerCapabilities
+from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default timeout of a batch."""
@@ -47,16 +47,6 @@ LIVE_INTERVAL = 4
 
 MOST_EVENTS = 512
 """Most events of such a stream."""
-
-
-class RequestSlot(Protocol):
-    """Decides when a request is sent. The engine calls it on its event loop."""
-
-    async def acquire(self) -> None:
-        """Returns when the request may be sent."""
-
-    def release(self, completion: Completion | None) -> None:
-        """The request that was sent has ended; ``None``: without a response."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +101,6 @@ class GenerateRequest:
     """Called with all tokens of the response so far, every few tokens, in the thread of
     the engine's event loop; never where a server cannot tell. A response that has to
     begin anew may have other tokens the second time. What it raises ends the call."""
-    slot: RequestSlot | None = field(default=None, compare=False, repr=False)
-    """Waited for before the request is sent, and released at its end."""
 
     def __post_init__(self) -> None:
         check_mapping("sampling_params", self.sampling_params)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import abc
 import asyncio
 import math
-from dataclasses import replace
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.types import Completion
 
 LENGTH = 4
 """Tokens of a response."""
@@ -79,14 +77,6 @@ class EngineContract(abc.ABC):
         (completion,) = asyncio.run(engine.agenerate_requests([_request([5])]))
         assert len(completion.token_ids) == LENGTH
 
-    def test_requests_wait_for_their_slots(self) -> None:
-        """One after the other where there is one; it is released with the response."""
-        turns = _Turns()
-        requests = [replace(_request([5]), slot=turns) for _ in range(3)]
-        completions = self.engine().generate_requests(requests)
-        assert turns.lengths == [LENGTH] * 3
-        assert [len(each.token_ids) for each in completions] == turns.lengths
-
     def test_it_says_what_it_serves(self) -> None:
         """The versions of weights are texts, and limits are positive."""
         engine = self.engine()
@@ -95,27 +85,6 @@ class EngineContract(abc.ABC):
         assert engine.capabilities.max_context > engine.capabilities.max_prompt > 0
         tokenizer = engine.get_tokenizer()
         assert tokenizer.decode(tokenizer.encode("a", add_special_tokens=False))
-
-
-class _Turns:
-    """A slot that one request has at a time."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-        self._free = asyncio.Semaphore(1)
-        self._taken = False
-
-    async def acquire(self) -> None:
-        await self._free.acquire()
-        assert not self._taken
-        self._taken = True
-
-    def release(self, completion: Completion | None) -> None:
-        assert completion is not None
-        assert self._taken
-        self._taken = False
-        self.lengths.append(len(completion.token_ids))
-        self._free.release()
 
 
 def _request(input_ids: list[int]) -> GenerateRequest:

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator
 
 import aiohttp
 import pytest
-import torch
 from helpers.collecting import length_reward, tasks, wait_until
 from helpers.fake_server import FakeServer
-from tensordict import TensorDict
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 
@@ -21,14 +16,10 @@ from torchrl_sglang import (
     AsyncLLMCollector,
     AsyncSGLang,
     Gateway,
-    SGLangLLMCollector,
-    SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.collectors.scheduling.slots import Slots
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.request import GenerateRequest, RequestSlot
-from torchrl_sglang.types import Completion
+from torchrl_sglang.requests.request import GenerateRequest
 
 ORDERED = {"enable_priority_scheduling": True, "disable_priority_preemption": True}
 
@@ -125,164 +116,6 @@ def test_later_turns_of_older_groups(one_at_a_time):
         pytest.fail(f"Older groups did not go first: {turns}")
 
 
-class ToldSlot:
-    """A slot that tells which request has come to its end."""
-
-    def __init__(self, slot: RequestSlot, ended: Callable[[], None]) -> None:
-        self.slot = slot
-        self.ended = ended
-
-    async def acquire(self) -> None:
-        await self.slot.acquire()
-
-    def release(self, completion: Completion | None) -> None:
-        assert completion is not None
-        self.slot.release(completion)
-        self.ended()
-
-
-def asked_of(lengths: list[int], size: int) -> list[GenerateRequest]:
-    """Returns requests for samples of prompts whose responses have these lengths."""
-    return [
-        replace(ask(None, length), input_ids=[5 + number, 6, 7])
-        for number, length in enumerate(lengths)
-        for _ in range(size)
-    ]
-
-
-def test_probes_first_and_then_the_longest(one_at_a_time):
-    """A server that runs one request ends them in the order in which it began them."""
-    lengths, slots = [10, 40, 20, 30, 15, 35], Slots(one_at_a_time)
-    asked = asked_of(lengths, 3)
-    plain = one_at_a_time.generate_requests(asked)
-    for known in (False, True):
-        ended: list[int] = []
-        outcomes = one_at_a_time.generate_requests(
-            [
-                replace(each, slot=ToldSlot(each.slot, partial(ended.append, index)))
-                for index, each in enumerate(slots.assign(asked))
-            ]
-        )
-        assert [each.token_ids for each in outcomes] == [
-            each.token_ids for each in plain
-        ]
-        prompts = [index // 3 for index in ended]
-        if known:
-            assert prompts == [1] * 3 + [5] * 3 + [3] * 3 + [2] * 3 + [4] * 3 + [0] * 3
-        else:
-            assert prompts[:6] == list(range(6))
-            # All but those that were on their way when the last probe ended.
-            assert sorted(prompts[9:], key=lambda each: -lengths[each]) == prompts[9:]
-    assert (slots.in_flight, slots.waiting) == (0, 0)
-
-
-def test_an_update_in_the_middle(one_at_a_time, hf_model):
-    """Requests that run go on, those that wait come after it, and no slot is lost."""
-    slots = Slots(one_at_a_time)
-    asked = asked_of([200, 100, 50], 2)
-    plain = one_at_a_time.generate_requests(asked)
-    scheme = SGLangWeightSyncScheme(one_at_a_time, hf_model)
-    sender = scheme.create_sender()
-    with ThreadPoolExecutor(1) as thread:
-        work = thread.submit(one_at_a_time.generate_requests, slots.assign(asked))
-        wait_until(lambda: one_at_a_time.stats().servers[0].running == 1)
-        assert slots.waiting
-        report = sender.update_weights()
-        outcomes = work.result(120)
-    scheme.shutdown()
-    # The weights are those that the server had.
-    assert [each.token_ids for each in outcomes] == [each.token_ids for each in plain]
-    assert outcomes[-1].weight_version == report.version
-    assert len({span.version for each in outcomes for span in each.versions}) == 2
-    assert (slots.in_flight, slots.waiting) == (0, 0)
-
-
-class LengthsOfRows(SGLangWrapper):
-    """A policy whose responses have a length that their row gives."""
-
-    def _to_requests(self, prompts, params):
-        made = super()._to_requests(prompts, params)
-        return [
-            replace(each, sampling_params={**params.engine, "max_new_tokens": 5 + row})
-            for row, each in enumerate(made)
-        ]
-
-
-def test_a_synchronous_batch_is_the_same(one_at_a_time):
-    """Its rows, tokens, log-probs and versions, in two epochs."""
-    texts, batches = ["Hi", "Hello", "Hi", "Good day", "Hello", "Hi"], {}
-    rows = len(texts)
-    for order in ("arrival", "longest"):
-        env = ChatEnv.from_dataloader(
-            [TensorDict(query=texts, batch_size=rows)],
-            tokenizer=one_at_a_time.get_tokenizer(),
-            batch_size=(rows,),
-        )
-        policy = LengthsOfRows(
-            one_at_a_time,
-            generate_kwargs={"temperature": 0.0, "ignore_eos": True},
-            return_generation_info=True,
-        )
-        collector = SGLangLLMCollector(
-            env,
-            policy=policy,
-            dialog_turns_per_batch=rows,
-            total_dialog_turns=2 * rows,
-            reset_at_each_iter=True,
-            track_policy_version=True,
-            request_order=order,
-        )
-        batches[order] = list(collector)
-        collector.shutdown()
-    assert [len(each) for each in batches.values()] == [2, 2]
-    for plain, other in zip(batches["arrival"], batches["longest"], strict=True):
-        assert plain.batch_size == other.batch_size == (rows, 1)
-        assert set(plain.keys(True, True)) == set(other.keys(True, True))
-        for old, new in zip(plain.unbind(0), other.unbind(0), strict=True):
-            assert (old["tokens", "full"] == new["tokens", "full"]).all()
-            torch.testing.assert_close(
-                old["log_probs", "full"],
-                new["log_probs", "full"],
-                rtol=0,
-                atol=1e-4,
-                equal_nan=True,
-            )
-            for key in (("text", "full"), "policy_version"):
-                assert old[key] == new[key]
-            was, now = old["generation_info"], new["generation_info"]
-            assert was.finish_reason == now.finish_reason
-            assert (was.weight_version == now.weight_version).all()
-
-
-def test_an_asynchronous_batch_is_the_same(one_at_a_time):
-    """Its rows, with prompts that come twice."""
-    policy = SGLangWrapper(
-        one_at_a_time, generate_kwargs={"max_new_tokens": 24, "temperature": 0.0}
-    )
-    batches = {}
-    for order in ("arrival", "longest"):
-        collector = AsyncLLMCollector(
-            policy=policy,
-            prompts=tasks(3),
-            rewards=length_reward,
-            group_size=2,
-            groups_per_batch=6,
-            total_groups=6,
-            max_staleness=0,
-            deterministic=True,
-            request_order=order,
-        )
-        batches[order] = []
-        for batch in collector:
-            batches[order] += [
-                (row["answer"], row["tokens", "full"].tolist())
-                for row in batch.reshape(-1).unbind(0)
-            ]
-        collector.shutdown()
-    assert len(batches["arrival"]) == 12
-    assert batches["arrival"] == batches["longest"]
-
-
 @pytest.fixture
 def ordered(tiny_model_path):
     with FakeServer(tiny_model_path, server_args=ORDERED) as server:
@@ -354,10 +187,11 @@ def test_servers_that_ignore_priorities(fake, fake_engine):
         AsyncLLMCollector(
             policy=SGLangWrapper(fake_engine), request_order="oldest", **given
         )
-    with pytest.raises(ConfigurationError, match="request_order=.shortest."):
-        AsyncLLMCollector(
-            policy=SGLangWrapper(fake_engine), request_order="shortest", **given
-        )
+    for order in ("shortest", "longest"):
+        with pytest.raises(ConfigurationError, match=f"request_order='{order}'"):
+            AsyncLLMCollector(
+                policy=SGLangWrapper(fake_engine), request_order=order, **given
+            )
 
 
 def test_servers_that_interrupt(tiny_model_path):

@@ -31,7 +31,6 @@ from torchrl_sglang.types import (
     DraftUpdate,
     PauseMode,
     ServerCapabilities,
-    ServerLoad,
     WeightRoute,
 )
 
@@ -223,23 +222,6 @@ class ControlPlane:
         """Returns the numbers of running and of queued requests of each server."""
         answers = await self._get(self.capabilities.load_route, timeout, urls)
         return [_load(answer) for answer in answers]
-
-    async def server_loads(
-        self, *, timeout: float = QUERY_TIMEOUT_SECONDS
-    ) -> list[ServerLoad]:
-        """Returns the requests of each server, and how many it runs at most."""
-        urls = list(self.urls)
-        answers = await self._get(self.capabilities.load_route, timeout, urls)
-        limits = [run_limit(_loads(answer)) for answer in answers]
-        if None in limits:
-            infos = await self._get(self.capabilities.info_route, timeout, urls)
-            limits = [info_limit(info) for info in infos]
-        return [
-            ServerLoad(running=running, queued=queued, limit=limit)
-            for (running, queued), limit in zip(
-                map(_load, answers), limits, strict=True
-            )
-        ]
 
     async def load_of(
         self, url: str, *, timeout: float = QUERY_TIMEOUT_SECONDS
@@ -580,22 +562,6 @@ def _loads(answer: Any) -> list[dict[str, Any]]:
     """Returns the load of each data-parallel rank of a server."""
     # /v1/loads answers with a mapping that holds the list, /get_load with the list.
     return list(answer.get("loads", []) if isinstance(answer, dict) else answer)
-
-
-def run_limit(loads: Sequence[Mapping[str, Any]]) -> int | None:
-    """Returns how many requests a server runs at most, from its ranks' loads."""
-    limits = [load.get("max_running_requests") for load in loads]
-    if not limits or not all(isinstance(each, int) and each > 0 for each in limits):
-        return None
-    return sum(int(each) for each in limits if each)
-
-
-def info_limit(info: Mapping[str, Any]) -> int | None:
-    """The same from a server's arguments and its ranks' states."""
-    states = info.get("internal_states") or ()
-    name = "effective_max_running_requests_per_dp"
-    found = run_limit([{"max_running_requests": state.get(name)} for state in states])
-    return run_limit([info]) if found is None else found
 
 
 def _cache_usage(answer: Any) -> float:

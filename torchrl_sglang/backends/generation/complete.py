@@ -86,18 +86,6 @@ class RequestRun:
 
     async def run(self, before: asyncio.Task[None] | None) -> Outcome:
         """Returns the outcome of the request, which is sent after ``before``."""
-        slot = self._request.slot
-        if slot is None:
-            return await self._run(before)
-        await slot.acquire()
-        outcome: Outcome | None = None
-        try:
-            outcome = await self._run(before)
-        finally:
-            slot.release(outcome if isinstance(outcome, Completion) else None)
-        return outcome
-
-    async def _run(self, before: asyncio.Task[None] | None) -> Outcome:
         outcome: Outcome | None = None
         try:
             if before is not None:

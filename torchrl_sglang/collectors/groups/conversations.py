@@ -22,7 +22,6 @@ from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
-from torchrl_sglang.requests.request import RequestSlot
 from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
@@ -202,7 +201,6 @@ class Conversations:
         policy_version: Callable[[], int],
         seed_of: SeedOf | None = None,
         priority: int | None = None,
-        slot: RequestSlot | None = None,
     ) -> None:
         """Runs a conversation to its end.
 
@@ -212,7 +210,6 @@ class Conversations:
             policy_version: returns that of now.
             seed_of: returns a response's seed.
             priority: of its requests.
-            slot: of its only request.
         """
         respond = partial(
             self._respond,
@@ -221,7 +218,6 @@ class Conversations:
             policy_version=policy_version,
             seed_of=seed_of,
             priority=priority,
-            slot=slot,
         )
         said: list[Message] | None = []
         while said is not None:
@@ -269,7 +265,6 @@ class Conversations:
         policy_version: Callable[[], int],
         seed_of: SeedOf | None,
         priority: int | None,
-        slot: RequestSlot | None,
     ) -> bool:
         """Adds a response; returns False if the context has no room for one."""
         turns = conversation.turns
@@ -289,7 +284,6 @@ class Conversations:
                     seed=seed_of and seed_of(len(turns), prompt.token_ids),
                     session_id=session_id,
                     priority=priority,
-                    slot=slot,
                     timeout=self._timeouts.turn,
                 )
             finally:

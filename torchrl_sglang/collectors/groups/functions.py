@@ -21,9 +21,7 @@ from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.contract import TokenSpan
 from torchrl_sglang.collectors.scheduling.priority import (
     PriorityOf,
-    SlotOf,
     no_priority,
-    no_slot,
 )
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
@@ -53,7 +51,6 @@ class FunctionGroups:
         blocking: threads of their functions, which end with them.
         seeds: of their responses; ``None``: the policy's.
         priority_of: the priority of a group's requests.
-        slot_of: what each of them waits for.
     """
 
     def __init__(
@@ -67,7 +64,6 @@ class FunctionGroups:
         blocking: BlockingCalls,
         seeds: SampleSeeds | None = None,
         priority_of: PriorityOf = no_priority,
-        slot_of: SlotOf = no_slot,
     ) -> None:
         self.size = size
         self.generating = conversations.generating
@@ -78,7 +74,6 @@ class FunctionGroups:
         self._versions = versions
         self._seeds = seeds
         self._priority_of = priority_of
-        self._slot_of = slot_of
         check_names(rewards.names, writer.columns, "a reward")
         self._columns = writer.columns | frozenset(rewards.names)
 
@@ -112,7 +107,6 @@ class FunctionGroups:
                         policy_version=policy_version,
                         seed_of=seeds_at(self._seeds, position, conversation.sample),
                         priority=self._priority_of(position),
-                        slot=self._slot_of(position, conversation.opening.token_ids),
                     )
 
         try:

@@ -15,7 +15,7 @@ from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.collectors.runtime.contract import Groups
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf, SlotOf
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
@@ -36,7 +36,6 @@ def make_groups(
     blocking: BlockingCalls,
     seeds: SampleSeeds | None,
     priority_of: PriorityOf,
-    slot_of: SlotOf,
     agent: Any,
     gateway: Any,
     **functions: Any,
@@ -52,7 +51,6 @@ def make_groups(
         blocking: threads of the user's functions.
         seeds: of samples; None: the engine's own randomness.
         priority_of: the priority of a group's requests.
-        slot_of: what each request of plain functions waits for.
         agent: writes a whole conversation.
         gateway: an agent's endpoint.
         functions: arguments of :class:`.Conversations`, and both kinds of rewards.
@@ -90,9 +88,7 @@ def make_groups(
         "priority_of": priority_of,
     }
     if env is None:
-        return _of_functions(
-            policy, versions, group_size, slot_of=slot_of, **options, **functions
-        )
+        return _of_functions(policy, versions, group_size, **options, **functions)
     if given:
         raise ConfigurationError(
             f"{' and '.join(given)} cannot be given with env, whose transforms say "
@@ -112,7 +108,6 @@ def _of_functions(
     blocking: BlockingCalls,
     seeds: SampleSeeds | None,
     priority_of: PriorityOf,
-    slot_of: SlotOf,
     **functions: Any,
 ) -> Groups:
     rewarded = Rewards(
@@ -144,7 +139,6 @@ def _of_functions(
         blocking=blocking,
         seeds=seeds,
         priority_of=priority_of,
-        slot_of=slot_of,
     )
 
 
