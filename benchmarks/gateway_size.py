@@ -12,12 +12,10 @@ the first turns are a row of their own. *Agents* is how late the agents' own pro
 when it wakes from a sleep of 10 ms: waits for a processor, of which the gateway and the
 engine have as many. *Thread* is the processor time of the gateway's
 event loop for a turn, and *process* that of all its process, engine's part included.
-With ``--processes``, *workers* is that of all processes that serve beside it. Memory is
-that of the process, with what its imports need, and of the workers.
+Memory is that of the process, with what its imports need.
 
     python benchmarks/gateway_size.py
         [--sessions 200] [--turns 50] [--engine-seconds 2] [--kilobytes 117]
-        [--processes 1]
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import gc
 import inspect
 import json
 import logging
-import os
 import statistics
 import subprocess
 import sys
@@ -47,7 +44,6 @@ from transformers import PreTrainedTokenizerFast
 
 from script import memory, print_row, read_options
 from torchrl_sglang.gateway.gateway import Gateway
-from torchrl_sglang.gateway.processes.process import MODULE
 from torchrl_sglang.types import Completion
 from wrapper_overhead import InstantEngine
 
@@ -204,30 +200,6 @@ def thread_seconds() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-def workers() -> list[Path]:
-    """Returns the folders of the processes that serve beside this one, in ``/proc``."""
-    listed = (each.read_text() for each in Path("/proc/self/task").glob("*/children"))
-    folders = [Path("/proc") / pid for each in listed for pid in each.split()]
-    return [
-        each for each in folders if MODULE.encode() in (each / "cmdline").read_bytes()
-    ]
-
-
-def worker_seconds() -> float:
-    """Returns the processor time of the processes that serve beside this one."""
-    times = (
-        (each / "stat").read_text().rpartition(")")[2].split() for each in workers()
-    )
-    ticks = sum(int(user) + int(system) for *_, user, system in (t[:13] for t in times))
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def worker_memory() -> float:
-    """Returns the resident memory of these processes in megabytes."""
-    pages = sum(int((each / "statm").read_text().split()[1]) for each in workers())
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def run(
     gateway: Gateway, engine: SlowEngine, text: str, arguments: argparse.Namespace
 ) -> None:
@@ -246,7 +218,6 @@ def run(
         "text": text,
     }
     before, thread, process = memory(), thread_seconds(), time.process_time()
-    served, beside = worker_seconds(), worker_memory()
     agents = subprocess.run(
         [sys.executable, __file__, AGENTS],
         input=json.dumps(load),
@@ -267,28 +238,24 @@ def run(
     assert turns == latencies.size
     assert len(gateway.stats()["branches"]) == 1, gateway.stats()
     each = 1e3 / turns
-    print_row("ms a turn", "thread", "process", "workers")
+    print_row("ms a turn", "thread", "process")
     used = thread_seconds() - thread, time.process_time() - process
-    print_row("", *(each * seconds for seconds in (*used, worker_seconds() - served)))
+    print_row("", *(each * seconds for seconds in used))
     print_row("MB", "before", "after", "a session")
     after = memory()
     print_row("", before, after, (after - before) / len(sessions))
-    if workers():
-        after = worker_memory()
-        print_row("workers", beside, after, (after - beside) / len(sessions))
     longest = max(session.turns[-1].num_tokens for session in sessions)
     print(f"{turns} turns, up to {longest} tokens")
 
 
 def main() -> None:
     arguments = read_options(
-        __doc__, sessions=200, turns=50, engine_seconds=2.0, kilobytes=117, processes=1
+        __doc__, sessions=200, turns=50, engine_seconds=2.0, kilobytes=117
     )
     text = library()
     tokenizer = make_tokenizer(text)
     engine = SlowEngine(tokenizer, arguments.engine_seconds)
-    number = arguments.processes
-    with engine, Gateway(engine, tokenizer=tokenizer, num_processes=number) as gateway:
+    with engine, Gateway(engine, tokenizer=tokenizer) as gateway:
         gc.collect()
         gc.freeze()
         run(gateway, engine, text, arguments)

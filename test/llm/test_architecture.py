@@ -58,15 +58,9 @@ WRITES_PICKLES = {
 """Servers take tensors in this form, and ranks of a trainer tell each other objects in
 it; nothing is read in it here."""
 
-READS_PICKLES = {
-    "collectors/packed_rows.py",
-    "gateway/processes/channel.py",
-    "gateway/processes/pool.py",
-    "gateway/processes/worker.py",
-}
-"""The processes of a gateway, which one of them starts, tell each other objects over a
-socket pair that nobody else has; and batches go to the ranks of a trainer, or come from
-an actor on Ray, over connections that carry pickles in any case."""
+READS_PICKLES = {"collectors/packed_rows.py"}
+"""Batches go to the ranks of a trainer, or come from an actor on Ray, over connections
+that carry pickles in any case."""
 
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 

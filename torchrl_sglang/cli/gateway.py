@@ -37,14 +37,7 @@ GATEWAY_KEY_VARIABLE = "TORCHRL_SGLANG_GATEWAY_KEY"
 
 _OPTIONS = (
     *("host", "port", "tool_call_parser", "reasoning_parser", "request_timeout"),
-    *(
-        "num_processes",
-        "max_sessions",
-        "max_turns",
-        "max_tokens",
-        "session_seconds",
-        "path",
-    ),
+    *("max_sessions", "max_turns", "max_tokens", "session_seconds", "path"),
     *("tool_choice", "ignored_params", "trained", "public_url", "key_seconds"),
     *("logprobs_mode", "token_columns"),
 )
@@ -87,8 +80,6 @@ def add_command(commands: Any) -> Parser:
     text = "address to listen on (default: 127.0.0.1; any other one needs a key)"
     add("--host", help=text)
     add("--port", type=int, help="port to listen on (default: a free one)")
-    text = "processes that serve, on the ports behind that of the gateway (default: 1)"
-    add("--num-processes", type=positive_int, metavar="N", help=text)
     text = "address by which agents reach it, as behind a proxy (default: its own)"
     add("--public-url", metavar="URL", help=text)
     text = (

@@ -21,15 +21,11 @@ from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.options import ServingOptions, SessionLimits
-from torchrl_sglang.gateway.processes.addresses import ProcessAddresses, check_processes
-from torchrl_sglang.gateway.processes.owner import Owner
-from torchrl_sglang.gateway.processes.pool import START_SECONDS as WORKER_SECONDS
-from torchrl_sglang.gateway.processes.pool import WorkerPool, pickle_options
 from torchrl_sglang.gateway.reading import ToolChoiceMode
 from torchrl_sglang.gateway.recorded import tell_session
 from torchrl_sglang.gateway.responder import Responder, prompt_threads
 from torchrl_sglang.gateway.routes.app import make_app
-from torchrl_sglang.gateway.runner import START_SECONDS, Runner
+from torchrl_sglang.gateway.runner import Runner
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.turns import Turn
@@ -37,10 +33,10 @@ from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
 from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import TokenColumn
-from torchrl_sglang.support.checks import check_count, check_seconds
+from torchrl_sglang.support.checks import check_count, check_port, check_seconds
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.passwords import hide_passwords
-from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.support.urls import check_public_url, is_loopback
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
 from torchrl_sglang.types import LogProbsMode
 
@@ -77,19 +73,11 @@ class Gateway(Responder):
             pages of other hosts; any other address needs ``api_key``, and each request
             a key.
         port: defaults to 0, a free one.
-        num_processes: processes that serve, so that more than one core does. With
-            more than 1, that many are started beside this one, which keeps the sessions
-            and calls the engine, while they read requests, render, tokenize, parse and
-            stream. A session is served by one of them, which its URL names; process
-            ``i`` listens on ``port + i``, and this one hands on what it is asked for
-            their sessions. Defaults to 1: this process serves.
         public_url: the address by which agents on other machines and in containers
             reach this gateway, such as that of a proxy with TLS:
             ``"https://gateway.example.org"``, with a path if it has one. The URLs of
-            sessions begin with it. With several processes, ``{process}`` in it stands
-            for the number of the one that serves, from 1 on. Each request needs a key
-            then, and the gateway needs ``api_key``. Defaults to None: the address that
-            it listens on.
+            sessions begin with it. Each request needs a key then, and the gateway needs
+            ``api_key``. Defaults to None: the address that it listens on.
         api_key: opens all sessions, and makes new ones over HTTP. Defaults to a random
             one.
         key_seconds: how long the key of a session opens it, in seconds from when it
@@ -173,7 +161,6 @@ class Gateway(Responder):
         reasoning_parser: str | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
-        num_processes: int = 1,
         public_url: str | None = None,
         api_key: str | None = None,
         key_seconds: float | None = None,
@@ -200,13 +187,10 @@ class Gateway(Responder):
                 f"engine={hide_passwords(str(engine))!r} is not an engine; give "
                 f"AsyncSGLang.connect(URL), or AsyncSGLang.from_pretrained(MODEL)."
             )
-        self._addresses = ProcessAddresses(
-            host=host,
-            port=port,
-            public_url=public_url,
-            num_workers=check_processes(num_processes),
-        )
-        self.public_url = None if public_url is None else self._addresses.base(0, 0)
+        if port:
+            check_port("port", port)
+        self._host = host
+        self.public_url = None if public_url is None else check_public_url(public_url)
         # A proxy of this machine hands in what others ask.
         is_open = is_loopback(host) and public_url is None
         if not is_open and not api_key:
@@ -246,17 +230,9 @@ class Gateway(Responder):
         self._is_trained = trained_rule(trained)
         self._discount = check_discount(discount)
         self._recorder = check_recorder(recorder)
-        super().__init__(engine, options, None)
+        super().__init__(engine, options)
         self.engine = engine
-        self._pool = self._make_pool(options) if self._addresses.num_workers else None
-        elsewhere = None if self._pool is None else self._pool.elsewhere
-        self._runner = Runner(
-            partial(make_app, self, elsewhere),
-            host,
-            port,
-            beside=None if self._pool is None else self._pool.running,
-            start_seconds=START_SECONDS + (0 if self._pool is None else WORKER_SECONDS),
-        )
+        self._runner = Runner(partial(make_app, self), host, port)
         self._file_closed = False
         self._families: StatsFamilies | None = None
         self._store = self._keeper.store = None if path is None else Store(path)
@@ -264,26 +240,11 @@ class Gateway(Responder):
             self._set_up(session)
             self._registry.add(session)
 
-    def _make_pool(self, options: ServingOptions) -> WorkerPool:
-        """Returns the processes that serve sessions, which are started later."""
-        return WorkerPool(
-            Owner(
-                engine=self.engine,
-                registry=self._registry,
-                keeper=self._keeper,
-                token_columns=self.token_columns,
-            ),
-            pickle_options(options),
-            self._addresses,
-            model_path=self.engine.model_path,
-            set_up=self._set_up_all,
-            lock=self._lock,
-        )
-
     @property
     def url(self) -> str:
         """Address on which the gateway listens."""
-        return self._addresses.listening(self._runner.port)
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._runner.port}"
 
     def __enter__(self) -> Self:
         self.start()
@@ -302,31 +263,22 @@ class Gateway(Responder):
         Raises:
             ConfigurationError: if the address cannot be used, it has been started
                 already, or the servers have no parser of that name.
-            ServerStartError: if one of ``num_processes`` does not start.
         """
         run_sync(self._policy.check_parsers())
         self._threads.shutdown(wait=False)
         self._threads = prompt_threads()
         self._runner.start()
-        if self._pool is None:
-            self._set_up_all(None)
-
-    def _set_up_all(self, sessions: Sequence[Session] | None) -> None:
-        """Gives sessions their addresses; ``None``: all sessions."""
-        for session in self.sessions if sessions is None else sessions:
+        for session in self.sessions:
             with self._lock:
-                if not session.is_dropped:
-                    self._set_up(session)
+                self._set_up(session)
 
     def _set_up(self, session: Session) -> None:
         """Tells a session what the gateway knows of it. The caller has the lock."""
         session.is_trained, session.discount = self._is_trained, self._discount
         if self._key_seconds is not None:
             session.expires = session.created + self._key_seconds
-        if port := self._runner.port:
-            base = None if self._pool is None else self._pool.place(session)
-            base = base or self._addresses.base(0, port)
-            session.url = f"{base}/sessions/{session.name}"
+        if self._runner.port:
+            session.url = f"{self.public_url or self.url}/sessions/{session.name}"
 
     def shutdown(self) -> None:
         """Listens no more; requests under way are aborted. Sessions stay readable.
@@ -426,8 +378,6 @@ class Gateway(Responder):
         with self._lock:
             if not self._registry.remove(session):
                 return
-            if self._pool is not None:
-                self._pool.drop(session)
             if self._store is not None:
                 self._store.delete(session)
         self._record(session)

@@ -7,37 +7,12 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.branches import BranchReason
 from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.turns import Turn
-
-
-class TurnStore(Protocol):
-    """A place where turns are written to before clients see them."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the latest change could not be written."""
-
-    async def written(self) -> None:
-        """Returns when everything so far is written."""
-
-    async def save_turns(
-        self, session: Session, turns: Sequence[Turn], *, new: int = 0
-    ) -> None:
-        """Returns when turns are written; the last ``new`` of them are new ones."""
-
-    def delete_turns(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Removes turns, soon."""
-
-    def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Knows that a client has turns."""
-
-    async def unname(self, session: Session, turn: Turn) -> None:
-        """Returns when it is written that a turn's answer has no name any more."""
 
 
 @dataclass(kw_only=True)
@@ -64,12 +39,11 @@ class Keeper:
     """Adds turns to sessions and removes them, in their store, too.
 
     Args:
-        store: where they are written to; ``None``: nowhere.
         lock: held while a session is changed.
     """
 
-    def __init__(self, store: TurnStore | None, lock: threading.Lock) -> None:
-        self.store = store
+    def __init__(self, lock: threading.Lock) -> None:
+        self.store: Store | None = None
         self.counts = TurnCounts()
         self._lock = lock
 

@@ -1,4 +1,4 @@
-"""What a process of a gateway has to know to answer clients, checked."""
+"""Arguments with which a gateway answers clients, checked."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ class SessionLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingOptions:
-    """Arguments of a gateway with which requests are answered; see :class:`.Gateway`.
-
-    They are those of each process of it.
-    """
+    """Arguments of a gateway for its answers; see :class:`.Gateway`."""
 
     tokenizer: Any
     """Tokenizer of the model."""

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.call_grammars import CALL_FORMATS, REASONING_MARKS
 from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.pieces import shared_ids
@@ -18,7 +19,6 @@ from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
 from torchrl_sglang.gateway.progress import Follower, Progress
 from torchrl_sglang.gateway.turns import Prompt
 from torchrl_sglang.policies.engine_call import (
-    AsyncGenerates,
     EndTokens,
     SampleRequest,
     ask_async,
@@ -67,23 +67,6 @@ class PolicyReply:
     """Whether the last token ends a turn."""
 
 
-class PromptTokens(list[int]):
-    """Tokens of a prompt, which tell the turn that they begin with.
-
-    Args:
-        prompt: whose tokens they are.
-    """
-
-    __slots__ = ("num_new", "parent")
-
-    def __init__(self, prompt: Prompt) -> None:
-        super().__init__(prompt.token_ids)
-        self.parent = prompt.parent
-        """Number of that turn, if there is one."""
-        self.num_new = len(prompt.new_token_ids)
-        """How many of the last tokens are not its own."""
-
-
 class PromptTooLongError(ConfigurationError):
     """A conversation leaves no room for a response."""
 
@@ -91,27 +74,6 @@ class PromptTooLongError(ConfigurationError):
     """Tokens of the conversation."""
     longest: int
     """Most tokens that it may have."""
-
-
-class Parsers(Protocol):
-    """Parsers of the servers."""
-
-    async def parse_response(
-        self, path: str, content: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Returns what one finds in a text; to be awaited on the background loop."""
-
-
-class ResponseEngine(AsyncGenerates, Protocol):
-    """Members of an engine that answers need."""
-
-    @property
-    def model_path(self) -> str:
-        """Folder or hub name of the served model."""
-
-    @property
-    def control(self) -> Parsers:
-        """Parsers of the servers."""
 
 
 class Policy:
@@ -130,7 +92,7 @@ class Policy:
 
     def __init__(
         self,
-        engine: ResponseEngine,
+        engine: RLSGLangEngine,
         tokenizer: Any,
         template: ChatTemplate,
         *,
@@ -216,7 +178,7 @@ class Policy:
             SGLangError: if there is none.
         """
         request = SampleRequest(
-            input_ids=PromptTokens(prompt),
+            input_ids=list(prompt.token_ids),
             sampling_params=sampling.params,
             return_logprobs=True,
             top_logprobs=sampling.top_logprobs,

@@ -36,10 +36,6 @@ class SessionRegistry:
         """Returns the session of this name, if there is one."""
         return self._by_name.get(name)
 
-    def keyed(self, key: str) -> Session | None:
-        """Returns the session with this key, whether it opens it or not."""
-        return self._by_key.get(key)
-
     def all(self) -> list[Session]:
         """Returns all sessions, in the order in which they began."""
         with self._lock:
@@ -60,14 +56,10 @@ class SessionRegistry:
             return False
         session.is_dropped = True
         del self._by_name[session.name], self._by_key[session.key]
-        self.add_dropped(session.name, session.key)
-        return True
-
-    def add_dropped(self, *known: str) -> None:
-        """Adds names and keys of dropped sessions. The caller holds the lock."""
-        self._dropped |= dict.fromkeys(known)
+        self._dropped |= dict.fromkeys((session.name, session.key))
         while len(self._dropped) > 2 * DROPPED:
             self._dropped.popitem(last=False)
+        return True
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
         """Returns the session of this name or key.

@@ -10,17 +10,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.messages import check_last_message
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.dialects.base import Dialect
-from torchrl_sglang.gateway.keeping import Keeper, TurnStore, check_takes_turns
+from torchrl_sglang.gateway.keeping import Keeper, check_takes_turns
 from torchrl_sglang.gateway.options import ServingOptions
 from torchrl_sglang.gateway.policy import (
     Policy,
     PolicyReply,
-    ResponseEngine,
     Sampling,
 )
 from torchrl_sglang.gateway.progress import Progress
@@ -39,17 +39,12 @@ PROMPT_THREADS = 2
 class Responder:
     """Reads requests, generates responses, and keeps them.
 
-    A gateway is one, and so is each of its processes.
-
     Args:
         engine: generates.
         options: of the gateway.
-        store: where turns are written to; ``None``: they are in memory only.
     """
 
-    def __init__(
-        self, engine: ResponseEngine, options: ServingOptions, store: TurnStore | None
-    ) -> None:
+    def __init__(self, engine: RLSGLangEngine, options: ServingOptions) -> None:
         self.dialects: Sequence[Dialect] = options.dialects
         self.open = options.open
         self.api_key = options.api_key
@@ -76,7 +71,7 @@ class Responder:
         )
         self._lock = threading.Lock()
         self._registry = SessionRegistry(self._lock)
-        self._keeper = Keeper(store, self._lock)
+        self._keeper = Keeper(self._lock)
         self._texts: dict[int, str] = {}
         self._threads = prompt_threads()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from contextlib import suppress
 
 from aiohttp import web
 
@@ -16,17 +16,6 @@ STOP_SECONDS = 10.0
 START_SECONDS = 30.0
 
 
-def make_runner(app: web.Application) -> web.AppRunner:
-    """Returns what serves an application of a gateway."""
-    return web.AppRunner(
-        app,
-        # A client that hangs up frees the server.
-        handler_cancellation=True,
-        access_log=None,
-        shutdown_timeout=0.1,
-    )
-
-
 class Runner:
     """Serves an application in a thread of its own, once.
 
@@ -34,9 +23,6 @@ class Runner:
         make_app: returns the application; called in the event loop.
         host: address to listen on.
         port: 0 for a free one.
-        beside: returns what runs as long as the application, and begins when it
-            listens.
-        start_seconds: timeout of the start, in seconds.
     """
 
     def __init__(
@@ -44,16 +30,10 @@ class Runner:
         make_app: Callable[[], web.Application],
         host: str,
         port: int,
-        *,
-        beside: Callable[[web.AppRunner], AbstractAsyncContextManager[None]]
-        | None = None,
-        start_seconds: float = START_SECONDS,
     ) -> None:
         self._make_app = make_app
         self._host = host
         self._wanted = port
-        self._beside = beside
-        self._start_seconds = start_seconds
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self.port = 0
@@ -77,7 +57,7 @@ class Runner:
         )
         self._thread.start()
         try:
-            is_ready = self._ready.wait(self._start_seconds)
+            is_ready = self._ready.wait(START_SECONDS)
         except BaseException:
             # Ctrl-C: nobody would stop what begins.
             self.stop()
@@ -96,19 +76,20 @@ class Runner:
         self._task = asyncio.current_task()
         self._loop.set_exception_handler(LoopErrors())
         app = self._make_app()
-        runner = make_runner(app)
+        runner = web.AppRunner(
+            app,
+            # A client that hangs up frees the server.
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=0.1,
+        )
         try:
-            async with AsyncExitStack() as stack:
-                # Its clients are gone before what they ask for.
-                await runner.setup()
-                site = BoundedSite(runner, self._host, self._wanted, app[STRANGERS])
-                await site.start()
-                self.port = runner.addresses[0][1]
-                if self._beside is not None:
-                    await stack.enter_async_context(self._beside(runner))
-                stack.push_async_callback(runner.cleanup)
-                self._ready.set()
-                await self._end.wait()
+            await runner.setup()
+            site = BoundedSite(runner, self._host, self._wanted, app[STRANGERS])
+            await site.start()
+            self.port = runner.addresses[0][1]
+            self._ready.set()
+            await self._end.wait()
         except asyncio.CancelledError:
             # It was stopped while it started.
             pass
@@ -116,8 +97,8 @@ class Runner:
             self._error = error
             self._ready.set()
         finally:
-            self.port = 0
             await runner.cleanup()
+            self.port = 0
 
     def stop(self) -> None:
         """Stops the endpoint; returns when it listens no more."""

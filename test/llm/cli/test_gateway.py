@@ -92,7 +92,7 @@ def test_beside_a_running_server(fake, tmp_path):
 @pytest.mark.slow
 def test_beside_servers_that_it_starts(tiny_model_path, engine, tmp_path):
     path = tmp_path / "sessions.sqlite"
-    words = ["--device=cpu", "--context-length=256", "--num-processes=2"]
+    words = ["--device=cpu", "--context-length=256"]
     words += ["--logprobs-mode=behaviour", "--token-column=sampling_support"]
     words += [f"--path={path}"]
     with gateway(tiny_model_path, *words) as process:
@@ -100,8 +100,6 @@ def test_beside_servers_that_it_starts(tiny_model_path, engine, tmp_path):
         made = make_session(url, key).json()
         answer = ask(made["url"], made["key"], "hi").json()
         assert 0 < answer["usage"]["completion_tokens"] <= 4
-        # Another process than the one that made the session serves it.
-        assert not made["url"].startswith(url)
         assert processes_below(process.pid)
         end(process, signal.SIGTERM)
         assert not processes_below(process.pid)

@@ -216,16 +216,14 @@ def check_turns(sessions, prompts):
 
 
 @pytest.mark.parametrize(
-    ("count", "turns", "updates", "processes"),
+    ("count", "turns", "updates"),
     [
-        (7, 4, 2, 1),
-        pytest.param(7, 4, 2, 2, marks=pytest.mark.slow),
-        pytest.param(64, 8, 5, 1, marks=pytest.mark.slow),
-        pytest.param(64, 8, 5, 2, marks=pytest.mark.slow),
+        (7, 4, 2),
+        pytest.param(64, 8, 5, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_exported_is_what_was_computed(
-    grammar_engine, hf_model, tokenizer, count, turns, updates, processes
+    grammar_engine, hf_model, tokenizer, count, turns, updates
 ):
     models = {}
     seeds = iter(range(7000, 8000))
@@ -245,7 +243,6 @@ def test_what_is_exported_is_what_was_computed(
             engine,
             chat_template=TOOL_TEMPLATE,
             tool_call_parser="qwen25",
-            num_processes=processes,
         ) as gateway:
             sessions = [gateway.session() for _ in range(count)]
             agents, answered = asyncio.run(run_all(sessions, turns, updates, update))

@@ -1,11 +1,9 @@
-"""What the routes need of a gateway, or of one of its processes."""
+"""What the routes need of a gateway."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
-
-from aiohttp import web
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.progress import Progress
@@ -14,8 +12,8 @@ from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.turns import Turn
 
 
-class SessionServer(Protocol):
-    """Members of a process of a gateway that the routes of sessions need."""
+class Recorder(Protocol):
+    """Members of a gateway that the routes need."""
 
     models: list[str]
     """Names of the models that clients are told."""
@@ -27,8 +25,10 @@ class SessionServer(Protocol):
     """Whether a session's path is enough to use the session."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
+    public_url: str | None
+    """Address by which clients reach the gateway, if it is not the one they used."""
 
-    def session(self, name: str | None = None) -> Session:
+    def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a session, a new one where there is none of that name."""
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
@@ -63,20 +63,6 @@ class SessionServer(Protocol):
     def token_text(self, token: int) -> str:
         """Returns the text of a token."""
 
-
-RequestHandler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
-"""Answers requests."""
-
-
-class Recorder(SessionServer, Protocol):
-    """Members of a gateway that all routes need."""
-
-    public_url: str | None
-    """Address by which clients reach the gateway, if it is not the one they used."""
-
-    def session(self, name: str | None = None, *, group: str | None = None) -> Session:
-        """Returns a session, a new one where there is none of that name."""
-
     def drop(self, session: Session) -> None:
         """Forgets a session."""
 
@@ -93,12 +79,3 @@ class Recorder(SessionServer, Protocol):
 
     async def metrics(self, accept: str) -> tuple[str, bytes]:
         """Returns the content type and the text of the metrics."""
-
-
-class Elsewhere(Protocol):
-    """Has other processes of a gateway answer requests for their sessions."""
-
-    async def __call__(
-        self, request: web.Request, find: Callable[[], Session]
-    ) -> web.StreamResponse | None:
-        """Returns the answer; ``None`` if this process serves the session."""

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from aiohttp import web
-from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.routes.content import json_response, read_json
-from torchrl_sglang.gateway.routes.contract import Recorder
 from torchrl_sglang.gateway.routes.sessions import SessionRoutes
 
 REWARDED = ("turn", "agent", "branch")
@@ -16,8 +14,6 @@ REWARDED = ("turn", "agent", "branch")
 
 class GatewayRoutes(SessionRoutes):
     """Handles all requests."""
-
-    _gateway: Recorder
 
     async def metrics(self, request: web.Request) -> web.StreamResponse:
         """Answers with metrics, to the owner or to anybody on this machine."""
@@ -33,8 +29,7 @@ class GatewayRoutes(SessionRoutes):
         url = session.url
         if self._gateway.public_url is None:
             # The client can reach the machine that it has reached.
-            host = request.host if self._elsewhere is None else _host(request, url)
-            url = f"{request.scheme}://{host}/sessions/{session.name}"
+            url = f"{request.scheme}://{request.host}/sessions/{session.name}"
         about = {"name": session.name, "key": session.key, "url": url}
         more = {"base_url": f"{url}/v1", "expires": session.expires}
         await self._gateway.written()
@@ -86,9 +81,3 @@ class GatewayRoutes(SessionRoutes):
         self._gateway.set_reward(session, value, turn=turn, agent=agent, branch=branch)
         await self._gateway.written()
         return json_response({})
-
-
-def _host(request: web.Request, url: str) -> str:
-    """Returns the host that a request was sent to, with the port of an address."""
-    place = URL.build(scheme="http", host=request.url.host or "", port=URL(url).port)
-    return place.authority

@@ -39,11 +39,7 @@ from torchrl_sglang.gateway.routes.content import (
     read_body,
     read_json,
 )
-from torchrl_sglang.gateway.routes.contract import (
-    Elsewhere,
-    RequestHandler,
-    SessionServer,
-)
+from torchrl_sglang.gateway.routes.contract import Recorder
 from torchrl_sglang.gateway.routes.sending import Stream, send_answer
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.support.log import torchrl_logger
@@ -69,11 +65,10 @@ class SessionRoutes:
 
     Args:
         gateway: serves the sessions.
-        elsewhere: answers for sessions that other processes serve.
     """
 
-    def __init__(self, gateway: SessionServer, elsewhere: Elsewhere | None) -> None:
-        self._gateway, self._elsewhere = gateway, elsewhere
+    def __init__(self, gateway: Recorder) -> None:
+        self._gateway = gateway
         self.access = Access(gateway)
         # The answers of a session are forgotten with it.
         self._answers: WeakKeyDictionary[Session, Answers] = WeakKeyDictionary()
@@ -102,19 +97,6 @@ class SessionRoutes:
     def dialects(self) -> Sequence[Dialect]:
         """Dialects that clients may speak."""
         return self._gateway.dialects
-
-    def here(self, handler: RequestHandler) -> RequestHandler:
-        """Returns a handler for requests that other processes may have to answer."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            if self._elsewhere is not None:
-                find = partial(self.access.session, request)
-                answer = await self._elsewhere(request, find)
-                if answer is not None:
-                    return answer
-            return await handler(request)
-
-        return handle
 
     async def count(
         self, endpoint: Endpoint, request: web.Request
