@@ -1,14 +1,15 @@
 """Masks of the tokens that the assistant wrote in a complete conversation.
 
-A turn is what the template writes in the pass of its loop over the messages, less what
-it writes of the generation prompt there. Its position is read off the template as it
-runs: no text of a message is searched for.
+A turn is what the template writes in the pass of its loop over the messages, from the
+generation prompt to the end-of-turn token. Its position is read off the template as it
+runs: no text of a message is searched for. A pass that writes other messages, too, is
+refused unless loops over messages write them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ _MARKS = ("\uf8f0", "\uf8f1")
 _MARK = re.compile(f"{_MARKS[0]}(\\d+):(\\d*){_MARKS[1]}")
 
 _QUESTION = {"role": "user", "content": "?"}
+_PROBE = {"role": "assistant", "content": _MARKS[0]}
 
 
 def encode_full(
@@ -107,25 +109,15 @@ def _assistant_spans(
     rendered, passes = _render_passes(chat, template)
     if rendered != text:
         raise _not_found("other texts are made of what the loop writes")
-    headers = _Headers(chat, text, template)
+    edges = _TurnEdges(chat, text, template)
     spans = []
     for index in turns:
         turn = _pass_of(index, passes, chat)
-        if turn is None:
-            continue
-        begin = turn.begin + headers.size(index, turn)
-        written = text[begin : turn.end].rstrip()
-        if index == len(chat) - 1 and not written.endswith(tuple(template.special)):
-            # The end of the turn may be behind the loop.
-            written = text[begin:].rstrip()
-        end = begin + len(written)
-        # Results of calls can be written in the turn that has the calls.
-        for inner in _passes_within(turn, passes):
-            if inner.message is None or chat[inner.message]["role"] == "assistant":
-                continue
-            spans.append((begin, inner.begin))
-            begin = max(begin, inner.end)
-        spans.append((begin, end))
+        if turn is not None:
+            edges.check_texts(index)
+            begin = edges.begin(index, turn)
+            end = edges.end(index, turn, begin)
+            spans += _assistant_parts(begin, end, turn, passes, chat)
     return spans
 
 
@@ -176,14 +168,31 @@ def _is_nested(inner: _LoopPass, passes: Sequence[_LoopPass]) -> bool:
     )
 
 
-def _passes_within(outer: _LoopPass, passes: Sequence[_LoopPass]) -> list[_LoopPass]:
-    """Returns the passes that other loops make in a pass."""
-    later = passes[passes.index(outer) + 1 :]
-    return list(takewhile(lambda inner: inner.loop != outer.loop, later))
+def _assistant_parts(
+    begin: int,
+    end: int,
+    turn: _LoopPass,
+    passes: Sequence[_LoopPass],
+    chat: Sequence[Message],
+) -> list[tuple[int, int]]:
+    """Returns the parts of a span outside other messages' passes in the turn's pass.
+
+    Results of calls can be written in the turn that has the calls.
+    """
+    parts = []
+    later = passes[passes.index(turn) + 1 :]
+    for inner in takewhile(lambda inner: inner.loop != turn.loop, later):
+        if inner.message is None or chat[inner.message]["role"] == "assistant":
+            continue
+        parts.append((begin, min(inner.begin, end)))
+        begin = max(begin, inner.end)
+    return [*parts, (begin, end)]
 
 
-class _Headers:
-    """Finds the part of the generation prompt that a template writes in a turn's pass.
+class _TurnEdges:
+    """Finds where turns begin and end in the passes that write them.
+
+    Renderings with other texts show which text is the template's.
 
     Args:
         chat: a complete conversation.
@@ -196,47 +205,139 @@ class _Headers:
     ) -> None:
         self._chat, self._text, self._template = chat, text, template
 
-    def size(self, index: int, turn: _LoopPass) -> int:
-        """Returns the number of characters of that part in the pass of a message."""
+    def begin(self, index: int, turn: _LoopPass) -> int:
+        """Returns the position behind the generation prompt of a turn."""
         before, written = self._chat[:index], self._text[turn.begin : turn.end]
-        header = self._behind_loop(turn.loop, before, prompt=True)
-        if written.startswith(header):
-            return len(header)
+        earlier, last, header = self._last_pass(turn.loop, before, prompt=True)
+        prompt = earlier + last + header
+        if self._text.startswith(prompt) and turn.begin <= len(prompt) <= turn.end:
+            return len(prompt)
+        if header and written.startswith(header):
+            return turn.begin + len(header)
+        _, unprompted, always = self._last_pass(turn.loop, before, prompt=False)
+        if last.startswith(unprompted):
+            # Some templates write the generation prompt in the last pass.
+            header = last.removeprefix(unprompted) + header
+        own = written[: _num_common(written, self._of_probe(index))]
         # What the template writes behind each conversation is no part of the header.
-        always = self._behind_loop(turn.loop, before, prompt=False)
         headers = [header, header.removeprefix(always)]
+        for whole in filter(None, headers):
+            # The template can write the end of an earlier block before it.
+            if whole in own:
+                return turn.begin + own.rindex(whole) + len(whole)
         # A "<think>" in it is not written again of earlier turns. What the turn's own
-        # text has in common with that is no header: other texts show where it ends.
+        # text has in common with that is no header.
+        size = max(_num_common(whole, own) for whole in headers)
+        if own and not size and "" not in headers:
+            raise _not_found(f"message {index} begins without the generation prompt")
+        return turn.begin + size
+
+    def end(self, index: int, turn: _LoopPass, begin: int) -> int:
+        """Returns the position behind the end of a turn."""
+        written, of_probe = self._text[turn.begin : turn.end], self._of_probe(index)
+        size = _num_common(written[::-1], of_probe[::-1])
+        behind = max(begin, turn.end - size)
+        # The header of the next message can follow the end.
+        place = self._text.find(self._end_text, behind, turn.end)
+        if self._end_text and place >= 0:
+            return place + len(self._end_text)
+        written = self._text[begin : turn.end].rstrip()
+        if index == len(self._chat) - 1 and not written.endswith(
+            tuple(self._template.special)
+        ):
+            # The end of the turn may be behind the loop.
+            written = self._text[begin:].rstrip()
+        return begin + len(written)
+
+    @cached_property
+    def _end_text(self) -> str:
+        """The text that the template writes behind the last turn in its pass."""
+        chat = [_QUESTION, _PROBE]
+        try:
+            rendered, passes = _render_passes(chat, self._template)
+        except ChatTemplateError:
+            return ""
+        turn = _pass_of(1, passes, chat)
+        written = "" if turn is None else rendered[turn.begin : turn.end]
+        return written.rpartition(_PROBE["content"])[2].strip()
+
+    def check_texts(self, index: int) -> None:
+        """Raises an error if a turn's pass writes other messages' texts unmarked."""
+        rendered, passes = self._others
+        turn = _pass_of(index, passes, self._chat)
+        if turn is None:
+            return
+        parts = _assistant_parts(turn.begin, turn.end, turn, passes, self._chat)
+        if any(_MARKS[0] in rendered[begin:end] for begin, end in parts):
+            raise _not_found(f"the pass of message {index} writes other messages, too")
+
+    def _of_probe(self, index: int) -> str:
+        """Returns the text of a turn's pass in the rendering with other turns."""
         rendered, passes = self._probes
-        other = _pass_of(index, passes, self._chat)
-        of_probe = "" if other is None else rendered[other.begin : other.end]
-        return max(_num_common(header, written, of_probe) for header in headers)
+        turn = _pass_of(index, passes, self._chat)
+        return "" if turn is None else rendered[turn.begin : turn.end]
 
     @cached_property
     def _probes(self) -> tuple[str, list[_LoopPass]]:
         """The conversation with other texts in the assistant's turns."""
-        probe = {"role": "assistant", "content": _MARKS[0]}
-        probes = [probe if m["role"] == "assistant" else m for m in self._chat]
-        return _render_passes(probes, self._template)
+        try:
+            return self._render_other({"assistant": lambda _: _PROBE})
+        except ConfigurationError:
+            # Some templates do not take results without calls.
+            return self._render_other({"assistant": _probe_of})
 
-    def _behind_loop(self, loop: int, chat: Sequence[Message], *, prompt: bool) -> str:
-        """Returns what a template writes behind its loop over the messages."""
+    @cached_property
+    def _others(self) -> tuple[str, list[_LoopPass]]:
+        """The conversation with marks in the texts of users and results."""
+        return self._render_other({"user": _with_mark, "tool": _with_mark})
+
+    def _render_other(
+        self, change: Mapping[str, Callable[[Message], Message]]
+    ) -> tuple[str, list[_LoopPass]]:
+        """Renders the conversation with the messages of some roles changed."""
+        chat = [change[m["role"]](m) if m["role"] in change else m for m in self._chat]
+        try:
+            return _render_passes(chat, self._template)
+        except ChatTemplateError as error:
+            raise _not_found("it is refused with other texts") from error
+
+    def _last_pass(
+        self, loop: int, chat: Sequence[Message], *, prompt: bool
+    ) -> tuple[str, str, str]:
+        """Returns the texts before a loop's last pass, in it, and behind the loop."""
         # Some templates refuse conversations without a user's message.
         for messages in (chat, [*chat, _QUESTION]):
-            if not messages:
-                continue
             try:
                 rendered, passes = _render_passes(
                     messages, self._template, prompt=prompt
                 )
             except ChatTemplateError:
-                if messages is chat:
-                    continue
-                raise
+                continue
             begins = [each.begin for each in passes if each.loop == loop]
             if begins:
-                return rendered[begins[-1] :]
-        raise _not_found("the loop is left out of a shorter conversation")
+                begin, end = begins[-2:]
+                return rendered[:begin], rendered[begin:end], rendered[end:]
+        raise _not_found("a shorter conversation is refused, or has no such loop")
+
+
+def _probe_of(message: Message) -> Message:
+    """Returns a turn of the assistant with other texts, but with its calls."""
+    probe = {**message}
+    if message.get("content") or not message.get("tool_calls"):
+        probe["content"] = _MARKS[0]
+    if message.get("reasoning_content"):
+        probe["reasoning_content"] = _MARKS[0]
+    return probe
+
+
+def _with_mark(message: Message) -> Message:
+    """Returns a message with a mark in its text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    # Templates look at the begin and the end of results.
+    half = len(content) // 2
+    return {**message, "content": content[:half] + _MARKS[0] + content[half:]}
 
 
 def _num_common(*texts: str) -> int:

@@ -225,6 +225,70 @@ def test_masks_of_templates_with_loops_in_loops(
     assert between_marks(ids, mask, tokenizer).replace("<|im_end|>", ".") == expected
 
 
+TURN = (
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+    "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}{{ eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}"
+)
+AFTER_RESULTS = "{{ '</tool>' if loop.previtem and loop.previtem.role == 'tool' }}"
+NEXT = "{% if loop.nextitem %}<{{ loop.nextitem.role }}>{% endif %}"
+NEXT_TEXT = "{{ loop.nextitem.content if loop.nextitem }}"
+NEEDS_CALLS = (
+    "{% if m.role == 'tool' and not loop.previtem.tool_calls %}"
+    "{{ raise_exception('A result without a call') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        HEADER + TURN + "{% if loop.last %}" + PROMPT + "{% endif %}{% endfor %}",
+        HEADER.replace("<", "{% if loop.first %}<").replace(">", ">{% endif %}")
+        + TURN
+        + (NEXT + "{% endfor %}" + PROMPT),
+        HEADER
+        + TURN.replace("eos_token }}{% endg", "eos_token + '<|end|>' }}{% endg")
+        + ("{% endfor %}{{ eos_token }}" + PROMPT),
+        HEADER.replace("<", "{{ bos_token or '^' if loop.first }}<")
+        + (TURN + "{% endfor %}" + PROMPT),
+        HEADER.replace("<", AFTER_RESULTS + "<") + TURN + "{% endfor %}" + PROMPT,
+        HEADER + NEEDS_CALLS + TURN + "{% endfor %}" + PROMPT.replace("t>", "t><x>"),
+    ],
+    ids=[
+        "prompt in the last pass",
+        "header of the next message",
+        "two end tokens",
+        "begin of the text in the first pass",
+        "end of results in the next pass",
+        "results need calls",
+    ],
+)
+@pytest.mark.parametrize("first", [0, 1], ids=["user first", "assistant first"])
+def test_masks_of_headers_in_other_passes(tokenizer, source, first):
+    """Transformers makes the same masks of the template with ``generation`` blocks."""
+    chat = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "<assistant>hello"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hm", "tool_calls": [call(0)]},
+        result(0) | {"content": "<user>"},
+        {"role": "assistant", "content": "<|im_end|>"},
+        {"role": "user", "content": "<|im_end|>"},
+    ][first:]
+    reference = tokenizer.apply_chat_template(
+        chat,
+        chat_template=source,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    unmarked = re.sub("{% (end)?generation %}", "", source)
+    template = ChatTemplate(tokenizer, unmarked)
+    _, (ids,), (mask,) = encode_full([chat], template)
+    assert ids == reference["input_ids"]
+    expected = between_marks(ids, reference["assistant_masks"], tokenizer)
+    assert between_marks(ids, mask, tokenizer) == expected
+
+
 LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -234,6 +298,14 @@ LOOP = "{% for m in messages %}{{ m.content }}{% endfor %}"
         ("{% for i in range(4) %}{{ messages[i].content }}{% endfor %}", "in 0 passes"),
         (f"{LOOP}{LOOP}", "in 2 passes"),
         (f"{{% set x %}}{LOOP}{{% endset %}}{{{{ x | length }}}}", "other texts"),
+        (
+            HEADER + "{{ m.content }}" + NEXT_TEXT + FOOTER + PROMPT,
+            "message 1 writes other messages",
+        ),
+        (
+            "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + PROMPT,
+            "message 1 begins without the generation prompt",
+        ),
     ],
 )
 def test_positions_that_a_template_does_not_show(tokenizer, source, reason):
