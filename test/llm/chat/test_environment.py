@@ -70,7 +70,7 @@ def own_way(template: ChatTemplate) -> Any:
     def render(messages: Any, setting: PromptSettings) -> str:
         return render_as_transformers(
             template.tokenizer,
-            [template._form.write(each) for each in messages],
+            [template.call_form.write(each) for each in messages],
             list(setting.tools) or None,
             template.source,
             **setting.template_kwargs,
