@@ -324,16 +324,13 @@ class ChatTemplate(Encoder):
     def _with_ends(self, written: str, known: Sequence[int], text: str) -> str:
         """Returns the text of known tokens, with the template's ends instead of others.
 
-        ``text``: rendered; it has no other end, or the template's own behind it.
+        ``text``: rendered; an end that it has is one of a message.
         """
         others = set(known) - self.end_ids
         ends = [token for token, i in self.special.items() if i in self.end_ids]
         for end in ends:
             for other in (token for token, i in self.special.items() if i in others):
-                if f"{other}{end}" in text:
-                    written = written.replace(f"{other}{end}", other)
-                    written = written.replace(other, f"{other}{end}")
-                elif other not in text:
+                if other not in text:
                     written = written.replace(other, end)
         return written
 
@@ -373,16 +370,13 @@ class ChatTemplate(Encoder):
 
         ``closed`` renders the conversation up to that response.
         """
-        has_end = rest.startswith(end)
-        if has_end:
-            rest = rest[len(end) :]
-            if self.special[end] in self.end_ids:
-                return rest
+        if rest.startswith(end):
+            return rest[len(end) :]
         other = next((token for token in self.special if rest.startswith(token)), None)
         # Where a template writes no end, the token begins the next message.
         if other is not None and closed().rstrip().endswith(other):
             return rest[len(other) :]
-        return rest if has_end else None
+        return None
 
 
 def _refusal(error: Exception) -> ChatTemplateError:

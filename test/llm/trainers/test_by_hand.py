@@ -128,7 +128,8 @@ def test_by_hand_trains_the_same_weights(tiny_model_path, tmp_path, used):
             assert policy.prefer_tokens
     mine, its = trained
     for name, value in its.items():
-        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-6)
+        # A step is 1e-3; log-probs differ by which requests a server batched.
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-5)
     changed = max(
         float((its[name] - value).abs().max())
         for name, value in before.state_dict().items()
