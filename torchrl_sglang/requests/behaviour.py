@@ -12,7 +12,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.sampling import GREEDY_TEMPERATURE, temperature_of
+from torchrl_sglang.requests.sampling import (
+    GREEDY_TEMPERATURE,
+    filters_of,
+    temperature_of,
+)
 from torchrl_sglang.requests.token_columns import (
     SAMPLING_SUPPORT,
     TOKEN_COLUMNS,
@@ -90,19 +94,10 @@ def with_columns(mode: str, given: Any) -> tuple[TokenColumn, ...]:
 
 def leaves_out(params: Mapping[str, Any], capabilities: ServerCapabilities) -> str:
     """Returns the parameter by which sampling leaves tokens out; "" if it does not."""
-    known = {**capabilities.default_sampling_params, **params}
     temperature = temperature_of(params, capabilities)
     if temperature is not None and temperature < GREEDY_TEMPERATURE:
         return "temperature"
-    for name, neutral in (("top_p", 1.0), ("min_p", 0.0)):
-        if known.get(name) not in (None, neutral):
-            return name
-    return "top_k" if 1 <= _top_k(known) < capabilities.vocab_size else ""
-
-
-def _top_k(params: Mapping[str, Any]) -> int:
-    value = params.get("top_k")
-    return -1 if value is None else value
+    return next(iter(filters_of(params, capabilities)), "")
 
 
 def plan_behaviour(
@@ -160,7 +155,7 @@ def _check_support(
             f"logprobs_mode='behaviour' with {filtered}={value!r} needs to know which "
             f"tokens were left, and SGLang {capabilities.version} does not report it: "
             f"update the servers to 0.5.20 or later, or sample with a temperature "
-            f"above 0 alone, without top_p, top_k and min_p."
+            f"above 0 alone, without a filter of tokens."
         )
     raise UnsupportedByServerError(
         f"logprobs_mode='behaviour' with {filtered}={value!r} needs to know which "

@@ -137,6 +137,11 @@ class SamplingParameter:
     """sglang-router 0.3.2 silently removes it from requests."""
     counts_tokens: bool = False
     """SGLang counts the tokens so far for it, and forgets them in a retraction."""
+    keeps_all: Callable[[Any, ServerCapabilities], bool] | None = None
+    """Returns whether a value leaves no token out of what is drawn from, of a parameter
+    that filters tokens; ``None`` for all others."""
+    follows_drafts: bool = False
+    """The filter is applied behind drafted tokens, too."""
 
 
 _Row = SamplingParameter
@@ -172,7 +177,7 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
         neutral=(0,),
         counts_tokens=True,
     ),
-    "min_p": _Row(_NUMBER, least=0.0, greatest=1.0),
+    "min_p": _Row(_NUMBER, least=0.0, greatest=1.0, keeps_all=lambda p, _: p == 0),
     "no_stop_trim": _Row(_BOOL),
     "presence_penalty": _Row(
         _NUMBER, least=-2.0, greatest=2.0, neutral=(0,), counts_tokens=True
@@ -213,8 +218,21 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
     ),
     "temperature": _Row(_NUMBER, least=0.0, foreign=("temp",)),
     # 2**30 is SGLang's own value for the whole vocabulary; 2**31 kills a server.
-    "top_k": _Row(_INT, least=-1, greatest=2**30),
-    "top_p": _Row(_NUMBER, least=0.0, greatest=1.0, excludes_least=True),
+    "top_k": _Row(
+        _INT,
+        least=-1,
+        greatest=2**30,
+        keeps_all=lambda k, capabilities: not 1 <= k < capabilities.vocab_size,
+        follows_drafts=True,
+    ),
+    "top_p": _Row(
+        _NUMBER,
+        least=0.0,
+        greatest=1.0,
+        excludes_least=True,
+        keeps_all=lambda p, _: p == 1,
+        follows_drafts=True,
+    ),
 }
 """SGLang's name -> parameter. Any other name is refused."""
 
@@ -262,6 +280,20 @@ def shifts_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -
         row.neutral and not row.needs_grammar and row is not _MIN_NEW_TOKENS
         for row in _with_effect(params, capabilities)
     )
+
+
+def filters_of(
+    params: Mapping[str, Any], capabilities: ServerCapabilities
+) -> dict[str, Any]:
+    """Returns the values, given or the server's, that leave tokens out of sampling."""
+    values = {**capabilities.default_sampling_params, **params}
+    return {
+        name: values[name]
+        for name, row in SAMPLING_PARAMETERS.items()
+        if row.keeps_all is not None
+        and values.get(name) is not None
+        and not row.keeps_all(values[name], capabilities)
+    }
 
 
 def is_resumable(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
@@ -393,7 +425,12 @@ def _check_together(
             f"tokens. Start it with that and without speculative decoding, leave the "
             f"seed out, or sample with temperature=0."
         )
-    check_speculation(params, temperature, capabilities)
+    ignored = {
+        name: value
+        for name, value in filters_of(params, capabilities).items()
+        if not SAMPLING_PARAMETERS[name].follows_drafts
+    }
+    check_speculation(params, temperature, capabilities, ignored)
     _check_top_k(params)
     if most is not None and least > most:
         raise ConfigurationError(

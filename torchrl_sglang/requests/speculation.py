@@ -17,6 +17,7 @@ def check_speculation(
     params: Mapping[str, Any],
     temperature: float | None,
     capabilities: ServerCapabilities,
+    ignored: Mapping[str, Any],
 ) -> None:
     """Checks that what is sampled behind drafts is what a request asks for.
 
@@ -24,6 +25,7 @@ def check_speculation(
         params: sampling parameters of a request, under SGLang's names.
         temperature: that the server samples with.
         capabilities: of the server.
+        ignored: filters that are not applied behind drafts, and their values.
 
     Raises:
         UnsupportedByServerError: naming what else works.
@@ -33,10 +35,9 @@ def check_speculation(
         return
     if params.get("max_new_tokens") in (0, 1):
         return
-    min_p = params.get("min_p", capabilities.default_sampling_params.get("min_p"))
-    if min_p:
+    for name, value in ignored.items():
         raise UnsupportedByServerError(
-            f"min_p={min_p!r} would be ignored: SGLang applies top_k and top_p alone "
+            f"{name}={value!r} would be ignored: SGLang applies top_k and top_p alone "
             f"where it verifies drafts (speculative_algorithm). Leave it out, or start "
             f"the servers without speculative decoding."
         )
