@@ -51,7 +51,7 @@ GRAMMARS = {"regex": "a+", "json_schema": "{}", "ebnf": "root", "structural_tag"
         ([5, np.int64(6)], ["int64", "tolist()"]),
         ([5, torch.tensor(6)], ["tensor(6)", "tolist()"]),
         ([[5]], ["[5]", "list"]),
-        ("abc", ["'a'", "str"]),
+        ("abc", ["a str", "list of token ids"]),
         (5, ["a int", "list of token ids"]),
         (None, ["NoneType"]),
         ([5] * 58, ["58 tokens", "no room", "57 prompt tokens", "context_length"]),
