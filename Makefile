@@ -161,7 +161,7 @@ docs: install $(DOCS)  ## Build the documentation, warnings as errors, into docs
 .PHONY: bench
 bench: install $(TEST)  ## Run the quick benchmarks on CPU
 	@$(BIN)/python -m torchrl_sglang bench all --wrapper
-	@$(BIN)/python benchmarks/wrapper_overhead.py
+	@$(BIN)/python benchmarks/overhead.py wrapper
 
 .PHONY: clean
 clean:  ## Remove the environments and everything that was built

@@ -6,7 +6,6 @@ Beside it what the same state takes that is gathered and written at once.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
+from script import read_options
 from torchrl_sglang.trainers.checkpoints import Checkpoints
 from torchrl_sglang.trainers.models import shard
 from torchrl_sglang.trainers.ranks import TrainerRanks, find_trainer_ranks
@@ -57,11 +57,8 @@ def save_at_once(state: State, folder: Path, ranks: TrainerRanks) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--parameters", type=float, default=125, help="millions")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="folder that all ranks see")
-    given = parser.parse_args()
+    # Millions of parameters, and a folder that all ranks see.
+    given = read_options(__doc__, parameters=125.0, repeats=3, output=Path)
     ranks = find_trainer_ranks()
     device = ranks.device()
     layers = max(round(given.parameters * 1e6 / WIDTH**2), 1)

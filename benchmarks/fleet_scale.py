@@ -5,8 +5,8 @@ processes (``fleet_servers.py``). All that is measured is the package's own: the
 a call, the processor time of this process, the HTTP requests, and the most connections
 that the servers had at once.
 
-    python benchmarks/fleet_scale.py [--servers 1 16 1024] [--hard-limit 1024]
-        [--only control generate abort restart update failures]
+    python benchmarks/fleet_scale.py [--servers 1 16 1024]
+        [--only control generate abort update]
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from fleet_servers import address
 from script import memory, read_options
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.cli.bench.measure import Clock, save_model
-from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.support.event_loop import run_async, run_sync
 
 SERVERS = (1, 4, 16, 64, 256, 1024)
@@ -50,18 +49,13 @@ REPEATS = 5
 CANCELLED = 32
 """Requests that are cancelled in the middle."""
 
-RESTARTED = 8
-"""Servers that are started again at once."""
-
-
-MEASUREMENTS = ("control", "generate", "abort", "restart", "update", "failures")
+MEASUREMENTS = ("control", "generate", "abort", "update")
 
 
 def main() -> None:
     arguments = read_options(
         __doc__,
         servers=SERVERS,
-        hard_limit=int,  # Open files, as ulimit -Hn.
         requests=REQUESTS,
         only=MEASUREMENTS,
         measure=str,  # Of the process that measures: where servers are.
@@ -123,18 +117,13 @@ class Measuring:
         admins: list[int],
     ) -> None:
         self._folder = folder
-        self._count = count
         self._admins = admins
         self._requests = arguments.requests
         self._only = arguments.only
         self._urls = [f"http://{address(index)}:{port}" for index in range(count)]
         self._results: dict[str, dict[str, float]] = {}
-        if arguments.hard_limit:
-            limits = (arguments.hard_limit, arguments.hard_limit)
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        else:
-            hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
 
     def run(self) -> dict[str, dict[str, float]]:
         """Returns name -> figures."""
@@ -151,18 +140,15 @@ class Measuring:
         for name in self._only:
             print(name, file=sys.stderr, flush=True)
             getattr(self, f"_{name}")(engine)
-        self._results["process"] = {"megabytes": memory()}
-        with self._measured("shutdown"):
-            engine.shutdown()
+        engine.shutdown()
         return self._results
 
-    def _figures(self, **change: list[int]) -> tuple[int, int]:
+    def _figures(self) -> tuple[int, int]:
         """Returns the requests since the last call and the most open connections."""
         requests = most = 0
         for admin in self._admins:
             url = f"http://127.0.0.1:{admin}/figures"
-            body = json.dumps(change).encode()
-            with urllib.request.urlopen(url, data=body) as answer:
+            with urllib.request.urlopen(url) as answer:
                 content = json.load(answer)
             requests += sum(content["requests"].values())
             most += content["open"]
@@ -200,9 +186,7 @@ class Measuring:
             "pause": lambda: run_sync(control.pause("retract")),
             "flush": engine.flush_cache,
             "resume": lambda: run_sync(control.resume()),
-            "health": engine.health,
             "stats": engine.stats,
-            "look at servers": engine.look_at_servers,
         }.items():
             self._repeated(name, call)
 
@@ -211,19 +195,21 @@ class Measuring:
             [5 + index % 50, *range(5, 4 + PROMPT_TOKENS)]
             for index in range(self._requests)
         ]
-        for name, sessions in {"generate": False, "generate, sessions": True}.items():
-            generate(engine, prompts[:CONCURRENT], sessions)
-            with self._measured(name, len(prompts)):
-                generate(engine, prompts, sessions)
+        generate(engine, prompts[:CONCURRENT])
+        with self._measured("generate", len(prompts)):
+            generate(engine, prompts)
 
     def _update(self, engine: Any) -> None:
         model = AutoModelForCausalLM.from_pretrained(self._folder)
-        with open_sender(engine) as sender:
+        with tempfile.TemporaryDirectory() as folder:
+            scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
+            sender = scheme.create_sender()
             sender.register_model(model)
             sender.update_weights()
             self._repeated("weight update", sender.update_weights)
             for phase, seconds in sender.last_report.phase_seconds.items():
                 self._results["weight update"][f"{phase} ms"] = 1e3 * seconds
+            sender.shutdown()
 
     def _abort(self, engine: Any) -> None:
         """Cancels callers, as a collector does that has enough responses."""
@@ -257,60 +243,21 @@ class Measuring:
             asyncio.run(work())
         results["ms"] = 1e3 * seconds[0]
 
-    def _restart(self, engine: Any) -> None:
-        """Some servers end, and are started again by their owner."""
-        if self._count <= RESTARTED:
-            return
-        indices = list(range(1, 1 + RESTARTED))
-        self._figures(die=indices)
-        engine.look_at_servers()
-        with self._measured(f"{RESTARTED} are down, 3 s"):
-            time.sleep(3)
-        self._figures(restart=indices)
-        with self._measured(f"{RESTARTED} started again"):
-            while len(engine._fleet.serving) < self._count:
-                time.sleep(0.01)
 
-    def _failures(self, engine: Any) -> None:
-        """A quarter of the servers dies, and an update fails."""
-        if self._count <= RESTARTED:
-            return
-        model = AutoModelForCausalLM.from_pretrained(self._folder)
-        self._figures(die=list(range(self._count // 2, self._count * 3 // 4)))
-        with open_sender(engine) as sender:
-            broken = contextlib.suppress(SGLangError)
-            with self._measured("update, 1/4 dead"), broken:
-                sender.update_weights(model)
-            with self._measured("stats, 1/4 dead"):
-                engine.stats()
-            with self._measured("while 1/4 are dead, 3 s"):
-                time.sleep(3)
-
-
-@contextlib.contextmanager
-def open_sender(engine: Any) -> Iterator[Any]:
-    """Yields a sender of weights by the disk."""
-    with tempfile.TemporaryDirectory() as folder:
-        scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=folder)
-        yield (sender := scheme.create_sender())
-        sender.shutdown()
-
-
-def generate(engine: Any, prompts: list[list[int]], sessions: bool) -> None:
+def generate(engine: Any, prompts: list[list[int]]) -> None:
     """Generates for each prompt in a call of its own, some at a time."""
     turns = asyncio.Semaphore(CONCURRENT)
 
-    async def one(index: int, prompt: list[int]) -> None:
+    async def one(prompt: list[int]) -> None:
         async with turns:
             await engine.agenerate(
                 input_ids=[prompt],
                 sampling_params={"max_new_tokens": NEW_TOKENS},
                 return_logprobs=True,
-                session_ids=[f"session {index}"] if sessions else None,
             )
 
     async def work() -> None:
-        await asyncio.gather(*(one(*each) for each in enumerate(prompts)))
+        await asyncio.gather(*map(one, prompts))
 
     asyncio.run(work())
 

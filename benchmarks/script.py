@@ -17,10 +17,10 @@ def read_options(about: str | None, /, **defaults: Any) -> argparse.Namespace:
 
     Args:
         about: the script's docstring; its first line is the help.
-        **defaults: the options, and ``model``, which is an argument as it is for
-            ``bench``. An option's type is that of its default: a string ``"a|b"``
-            allows these words, of which the first is the default; a tuple takes several
-            values; ``False`` is a switch; a type has no default.
+        **defaults: the options, and ``measurement`` and ``model``, which are arguments
+            as they are for ``bench``. An option's type is that of its default: a string
+            ``"a|b"`` allows these words, of which the first is the default; a tuple
+            takes several values; ``False`` is a switch; a type has no default.
     """
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     for name, default in defaults.items():
@@ -35,7 +35,7 @@ def read_options(about: str | None, /, **defaults: Any) -> argparse.Namespace:
             words = default.split("|")
             options = {"choices": words, "default": words[0]}
         flag = "--" + name.replace("_", "-")
-        if name == "model":
+        if name in {"measurement", "model"}:
             flag, options["nargs"] = name, "?"
         parser.add_argument(flag, **options)
     found = parser.parse_args()

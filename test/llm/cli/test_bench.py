@@ -136,17 +136,10 @@ def test_throughput_with_more_callers_than_prompts(engine, capsys):
     assert bench(capsys, *words)["throughput"]["engine"] > 0
 
 
-def test_throughput_of_the_wrapper_and_the_collector(engine, capsys):
-    words = ("throughput", "--url", engine.server_url, "--wrapper", "--collector")
+def test_throughput_of_the_wrapper(engine, capsys):
+    words = ("throughput", "--url", engine.server_url, "--wrapper")
     found = bench(capsys, *words)["throughput"]
-    for name in ("wrapper", "collector"):
-        assert found[f"{name}_ratio"] == pytest.approx(found[name] / found["raw"])
-
-
-def test_a_collector_is_one_caller(engine, capsys):
-    words = ("--url", engine.server_url, "--collector", "--concurrency", "2")
-    assert main(["bench", "throughput", *words]) == 2
-    assert "leave --concurrency or --collector out" in capsys.readouterr().err
+    assert found["wrapper_ratio"] == pytest.approx(found["wrapper"] / found["raw"])
 
 
 def test_a_password_is_not_shown(engine, capsys):

@@ -33,7 +33,6 @@ needs_gym = pytest.mark.skipif(
 def in_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(FOLDER)
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
 
 
 @pytest.fixture
@@ -313,77 +312,3 @@ def test_the_demo(restored_engine, tiny_model_path, tmp_path):
     assert "eval_reward/right" in last
     assert (tmp_path / "run" / "learning_curve.png").stat().st_size > 1000
     assert (tmp_path / "run" / "model" / "config.json").exists()
-
-
-def row(step, **values):
-    return {"step": step, "seconds": 2.0 * step, "batch/reward": 0.1 * step, **values}
-
-
-def test_tables_and_plots(tmp_path):
-    """What the documentation shows of the runs on GPUs."""
-    times = {"time/collect": 1.0, "time/train": 0.5, "time/update": 0.25}
-    accuracy = "eval_reward/right"
-    runs = [
-        {
-            "name": f"sums/full/k1/{seed}",
-            "task": "sums",
-            "weights": "full",
-            "kind": "k1",
-            "rows": [
-                row(0, **{accuracy: 0.25}),
-                row(1, **times, **{"gap/mean": 1e-3, "gap/max": 2e-2}),
-                row(2, **times, **{accuracy: 0.5 + 0.25 * seed, "batch/age": 0.5}),
-            ],
-            "samples": [{"question": "1`+1", "right": "2", "said": "", "after": "2"}],
-        }
-        for seed in range(2)
-    ]
-    runs.append({**runs[0], "name": "sums/lora/sync/0", "rows": [], "error": "E\nNo"})
-    (tmp_path / "runs.json").write_text(json.dumps({"plan": "a", "runs": runs}))
-    (tmp_path / "images").mkdir()
-    report = importlib.import_module("real_model_report")
-    report.write([tmp_path], tmp_path)
-    text = (tmp_path / "results_measured.txt").read_text()
-    for cell in (
-        "all weights, asynchronous, k = 1",
-        "0.250 (0.250 to 0.250)",
-        "0.625 (0.500 to 0.750)",
-        "30.0",
-        "1.00 + 0.50 + 0.25",
-        "1.0e-03",
-        "``1'+1``",
-        "(nothing)",
-        "sums/lora/sync/0 did not come to its end: ``No``",
-    ):
-        assert cell in text, cell
-    assert b"<svg" in (tmp_path / "images" / "results_sums.svg").read_bytes()
-    rows = [{**each, "answers": runs[0]["samples"]} for each in runs[0]["rows"]]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    report.write_demo(tmp_path, tmp_path)
-    text = (tmp_path / "results_demo.txt").read_text()
-    assert "from 0.25 to 0.50 in 2 steps and 0 minutes" in text
-    assert b"<svg" in (tmp_path / "images" / "results_demo.svg").read_bytes()
-
-
-@needs_gym
-@pytest.mark.slow
-def test_runs_side_by_side(tiny_model_path, tmp_path):
-    """With a server of their own, on a CPU."""
-    done = run(
-        ROOT / "benchmarks" / "real_model.py",
-        *("run", "--plan=try", "--device=cpu", "--seconds=10", "--held-out=4"),
-        *("--limit=200", "--output=out", f"--model={tiny_model_path}"),
-        *("--set", "groups_per_batch=2"),
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "out" / "runs.json").read_text())["runs"]
-    assert [each["name"] for each in found] == ["sums/full/k1/0", "sums/full/sync/0"]
-    for each in found:
-        assert "error" not in each, each["error"]
-        assert "eval_reward/right" in each["rows"][-1]
-        gaps = [row["gap/max"] for row in each["rows"] if "gap/max" in row]
-        # Both compute in float32, with the same weights. Of an asynchronous run, the
-        # first batch may be as new as that; of a synchronous one, each is.
-        assert gaps or each["kind"] != "sync"
-        assert all(gap < 1e-3 for gap in gaps)

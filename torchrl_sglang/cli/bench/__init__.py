@@ -93,8 +93,6 @@ def add_command(commands: Any) -> Parser:
     add("--bucket-bytes", default=2 << 30, help=text, **number)
     text = "throughput of SGLangWrapper, too"
     add("--wrapper", action="store_true", help=text)
-    text = "throughput of SGLangLLMCollector with ChatEnv, too"
-    add("--collector", action="store_true", help=text)
     text = "conversations that AsyncLLMCollector runs at once (default: "
     text += "max_running_requests of all servers together, at least 256)"
     add("--in-flight", help=text, **number)
@@ -245,7 +243,6 @@ def _measure(
             load,
             api_key=key,
             wrapper=arguments.wrapper,
-            collector=arguments.collector,
         ),
         "latency": lambda: generation.measure_latency(engine, load, api_key=key),
         "overhead": lambda: generation.measure_overhead(engine, load, api_key=key),
@@ -281,8 +278,7 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
         f"{load['prompt_tokens']} prompt tokens, {load['new_tokens']} new tokens, "
         f"log-probs, {_count(load['concurrency'], 'caller')}"
     )
-    clients = {"raw": "raw client"}
-    clients |= {name: name for name in ("engine", "wrapper", "collector")}
+    clients = {"raw": "raw client", "engine": "engine", "wrapper": "wrapper"}
     if found := report["throughput"]:
         yield f"\nthroughput: {_count(load['prompts'], 'prompt')} of {kind}"
         for key, name in clients.items():

@@ -81,25 +81,16 @@ class OwnLengths:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def generate_requests(
-        self, requests: Sequence[GenerateRequest], **options: Any
-    ) -> list[Completion]:
-        """Generates with other sampling parameters."""
-        return self._engine.generate_requests(self._change(requests), **options)
-
     async def agenerate_requests(
         self, requests: Sequence[GenerateRequest], **options: Any
     ) -> list[Completion]:
-        """The same, to be awaited."""
-        return await self._engine.agenerate_requests(self._change(requests), **options)
-
-    def _change(self, requests: Sequence[GenerateRequest]) -> list[GenerateRequest]:
-        return [
-            replace(
-                request, sampling_params=generation.exact_length(next(self._lengths))
-            )
-            for request in requests
+        """Generates with other sampling parameters."""
+        params = [generation.exact_length(next(self._lengths)) for _ in requests]
+        changed = [
+            replace(request, sampling_params=own)
+            for request, own in zip(requests, params, strict=True)
         ]
+        return await self._engine.agenerate_requests(changed, **options)
 
 
 class Reward(Transform):  # type: ignore[misc] # TorchRL has no types.
@@ -115,18 +106,11 @@ async def reward(conversation: Any, task: Any) -> float:
     return 1.0
 
 
-def make_env(
-    tokenizer: Any = None, turns: int = 1, env: EnvBase | None = None
-) -> EnvBase:
-    """Returns an environment with a reward, and with an end after so many turns.
-
-    By default it has one conversation, and its tokenizer is needed.
-    """
-    env = env or ChatEnv(batch_size=(1,), tokenizer=tokenizer)
-    for transform in (StepCounter(max_steps=turns), Reward()):
-        # The first call makes another environment.
-        env = env.append_transform(transform)
-    return env
+def make_env(tokenizer: Any) -> EnvBase:
+    """Returns an environment of one conversation of one turn, with a reward."""
+    env = ChatEnv(batch_size=(1,), tokenizer=tokenizer)
+    # Each call makes another environment.
+    return env.append_transform(StepCounter(max_steps=1)).append_transform(Reward())
 
 
 def measure_collectors(
@@ -276,16 +260,10 @@ class _Bench:
             buffer = _make_buffer(turns)
             way: dict[str, Any] = {"rewards": reward}
             if environments:
+                make = partial(make_env, self._engine.get_tokenizer())
                 # A run makes them once, outside of its rounds.
-                envs = [
-                    make_env(self._engine.get_tokenizer())
-                    for _ in range(min(in_flight, turns) + 1)
-                ]
-                way = {
-                    "env": lambda: (
-                        envs.pop() if envs else make_env(self._engine.get_tokenizer())
-                    )
-                }
+                envs = [make() for _ in range(min(in_flight, turns) + 1)]
+                way = {"env": lambda: envs.pop() if envs else make()}
             with ExitStack() as stack:
                 recorder = None
                 if recorded:
@@ -310,7 +288,7 @@ class _Bench:
                 stack.enter_context(collector)
                 clock = Clock()
                 collector.start()
-                fill(collector, buffer, turns, update_every)
+                _fill(collector, buffer, turns, update_every)
                 cost = clock.stop(turns)
                 ages = collector.stats()["age"]
             return replace(
@@ -367,11 +345,11 @@ class _Bench:
         return self._scheme
 
 
-def fill(
+def _fill(
     collector: AsyncLLMCollector,
     buffer: ReplayBuffer,
     turns: int,
-    update_every: float | None = None,
+    update_every: float | None,
 ) -> None:
     """Updates weights until a buffer has all turns."""
     start = time.monotonic()

@@ -53,27 +53,18 @@ def measure_throughput(
     *,
     api_key: str | None = None,
     wrapper: bool = False,
-    collector: bool = False,
 ) -> dict[str, float]:
     """Returns tokens per second of each client on whole batches, medians of all rounds.
 
     ``ratio`` is the engine's share of the raw client's; with ``wrapper``,
-    ``wrapper_ratio`` is the share of an :class:`~torchrl_sglang.SGLangWrapper`, and
-    with ``collector``, ``collector_ratio`` that of an
-    :class:`~torchrl_sglang.SGLangLLMCollector` with TorchRL's ``ChatEnv``.
+    ``wrapper_ratio`` is the share of an :class:`~torchrl_sglang.SGLangWrapper`.
     """
-    if collector and load.concurrency > 1:
-        raise ConfigurationError(
-            "A collector is one caller; leave --concurrency or --collector out."
-        )
-    wanted = {"wrapper": wrapper, "collector": collector}
-    more = [name for name, measured in wanted.items() if measured]
-    names = ("raw", "engine", *more)
+    names = ("raw", "engine", *(["wrapper"] if wrapper else []))
     rounds = asyncio.run(_run_rounds(engine, load, names, _time_batches, api_key))
     found = {name: speed(costs) for name, costs in rounds.items()}
     found["ratio"] = found["engine"] / found["raw"]
-    for name in more:
-        found[f"{name}_ratio"] = found[name] / found["raw"]
+    if wrapper:
+        found["wrapper_ratio"] = found["wrapper"] / found["raw"]
     return found
 
 
@@ -161,9 +152,8 @@ async def _run_rounds(
     source = random.Random(0)
     async with raw_clients(engine, api_key) as raw:
         clients = {**raw, **_engine_clients(engine)}
-        makers = {"wrapper": _wrapper_client, "collector": _collector_client}
-        for name in makers.keys() & set(names):
-            clients[name] = makers[name](engine, load)
+        if "wrapper" in names:
+            clients["wrapper"] = _wrapper_client(engine, load)
         found: dict[str, list[T]] = {name: [] for name in names}
         for number, name in itertools.product(range(load.repeats + 1), names):
             # New prompts every time, so that no client finds a cached prefix.
@@ -317,18 +307,6 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
         return sum(response.numel() for response in responses)
 
     return in_thread(generate)
-
-
-def _collector_client(engine: AsyncSGLang, load: Load) -> Client:
-    rollout = batch_collector(engine, load.prompts, load.new_tokens)
-    tokenizer = engine.get_tokenizer()
-
-    def collect(requests: Requests) -> int:
-        batch = rollout(tokenizer.batch_decode([prompt for prompt, _ in requests]))
-        responses = batch.get(("tokens", "response"), as_list=True)
-        return sum(response.numel() for response in responses)
-
-    return in_thread(collect)
 
 
 def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:

@@ -1,8 +1,4 @@
-"""What ``bench`` measures with, for the scripts in ``benchmarks/``, which only we run.
-
-They start the same servers, send the same loads and time them in the same way, so their
-figures are comparable with those of ``bench``.
-"""
+"""Servers, loads and clocks of ``bench``, for the scripts in ``benchmarks/``."""
 
 from __future__ import annotations
 
@@ -10,13 +6,13 @@ from importlib import import_module
 from typing import Any
 
 _HOME = {
-    "collectors": ("GROUP_SIZE", "OwnLengths", "fill", "make_env", "reward"),
+    "collectors": ("GROUP_SIZE", "make_env", "reward"),
     "generation": ("exact_length", "long_tailed"),
     "models": ("BUILT_IN", "Load", "save_model", "server_arguments", "start_engine"),
     "timing": ("Clock", "median_seconds"),
     "transfer": ("random_weights",),
 }
-"""Modules beside this one, and what a script takes of them."""
+"""Modules beside this one, and the names that scripts use of each."""
 
 
 def __getattr__(name: str) -> Any:

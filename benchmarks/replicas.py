@@ -1,20 +1,27 @@
-"""Many requests through replicas that are killed again and again.
+"""Replicas on a CPU: cache hits behind the router, and requests while servers die.
 
-Every request must get exactly one correct response, and afterwards nothing may be left:
-no process, no listening port, no socket. The client's memory and its processor time per
-request are those of the first and of the last third of the run.
+* ``cache``: prefix-cache hits of groups of samples through the router, over the ideal,
+  in which each prompt is computed once, wherever its samples go: of ``G`` groups of
+  ``S`` samples, all but the first of each group find their whole prompt cached.
+* ``soak``: many requests through replicas that are killed again and again. Every one
+  must get exactly one correct response, and afterwards nothing may be left: no process,
+  no listening port, no socket. The client's memory is that of the first and of the last
+  third of the run.
 
-    python benchmarks/soak.py [--requests 20000] [--kill-every 60] [--replicas 2]
-    python benchmarks/soak.py --requests 100000 --new-tokens 4 --kill-every 0
+    python benchmarks/replicas.py cache [--groups 16] [--samples 8]
+    python benchmarks/replicas.py soak [--requests 20000] [--kill-every 60]
+    python benchmarks/replicas.py soak --requests 100000 --new-tokens 4 --kill-every 0
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import multiprocessing
 import os
 import random
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -38,22 +45,40 @@ LISTENS = "0A"
 VOCABULARY = len(make_tiny_tokenizer())
 
 
-def main() -> None:
-    arguments = read_options(
-        __doc__, requests=20_000, kill_every=60.0, replicas=2, new_tokens=48
+def measure_cache(arguments: argparse.Namespace) -> None:
+    """Prints the cache hits of groups."""
+    groups, samples = arguments.groups, arguments.samples
+    length, replicas = arguments.prompt_tokens, arguments.replicas
+    # A server computes the last token of a prompt in any case.
+    ideal = groups * (samples - 1) * (length - 1)
+    ratios = []
+    with start_engine("tiny", device="cpu", num_replicas=replicas) as engine:
+        for _ in range(arguments.repeats):
+            prompts = [random.choices(range(3, 99), k=length) for _ in range(groups)]
+            batch = [prompt for prompt in prompts for _ in range(samples)]
+            found = engine.generate(input_ids=batch, sampling_params=exact_length(16))
+            # Each prompt is computed once before its samples, which is not their miss.
+            hits = sum(completion.cached_tokens for completion in found)
+            ratios.append((hits - groups * (length - 1)) / ideal)
+    print(
+        f"{groups} groups of {samples} samples, {length} prompt tokens, {replicas} "
+        f"servers: {statistics.median(ratios):.3f} of the ideal hits (least "
+        f"{min(ratios):.3f})"
     )
+
+
+def measure_soak(arguments: argparse.Namespace) -> None:
+    """Prints what happened to the requests; exits with 1 if anything was wrong."""
     # What this process has by itself: an event loop, and Python's own helper process.
     multiprocessing.Lock()
     run_sync(asyncio.sleep(0))
-    before = measure()
-    replicas = arguments.replicas
-    with start_engine(
-        "tiny", device="cpu", num_replicas=replicas, max_restarts=1000
-    ) as engine:
+    before = look()
+    options = {"num_replicas": arguments.replicas, "max_restarts": 1000}
+    with start_engine("tiny", device="cpu", **options) as engine:
         report = soak(
             engine, arguments.requests, arguments.new_tokens, arguments.kill_every
         )
-    after = measure()
+    after = look()
     report["left_over"] = {
         name: after[name] - before[name] for name in ("processes", "ports", "sockets")
     }
@@ -81,7 +106,7 @@ def soak(
     if kill_every:
         killer.start()
     start = time.monotonic()
-    held, processor = [], [time.process_time()]
+    held = []
     count, wrong, errors = 0, 0, []
     for begin in range(0, requests, BATCH):
         batch = prompts[begin : begin + BATCH]
@@ -96,7 +121,6 @@ def soak(
             for prompt, answer in zip(batch, found, strict=True)
         )
         held.append(memory())
-        processor.append(time.process_time())
     seconds = time.monotonic() - start
     done.set()
     if kill_every:
@@ -114,13 +138,6 @@ def soak(
         "seconds": round(seconds, 1),
         "requests_per_second": round(count / seconds, 1),
         "client_megabytes": [round(min(held[:third])), round(min(held[-third:]))],
-        "client_ms_per_request": [
-            round(1e3 * seconds / third / BATCH, 3)
-            for seconds in (
-                processor[third] - processor[0],
-                processor[-1] - processor[-1 - third],
-            )
-        ],
     }
 
 
@@ -148,7 +165,7 @@ def kill(
             kills[victim.url] += 1
 
 
-def measure() -> dict[str, int]:
+def look() -> dict[str, int]:
     """Returns what this process has open, and what runs below it."""
     descriptors = Path("/proc/self/fd").iterdir()
     links = [os.readlink(each) for each in descriptors if each.is_symlink()]
@@ -160,6 +177,22 @@ def measure() -> dict[str, int]:
         "ports": sum(port in PORTS for port in ports),
         "sockets": len({link for link in links if link.startswith("socket:")}),
     }
+
+
+def main() -> None:
+    arguments = read_options(
+        __doc__,
+        measurement="cache|soak",
+        replicas=2,
+        groups=16,
+        samples=8,
+        prompt_tokens=256,
+        repeats=7,
+        requests=20_000,
+        kill_every=60.0,
+        new_tokens=48,
+    )
+    {"cache": measure_cache, "soak": measure_soak}[arguments.measurement](arguments)
 
 
 if __name__ == "__main__":
