@@ -56,15 +56,25 @@ def parts_of(content: Any, name: str) -> list[Part]:
         return [TextPart(text=content)] if content else []
     if isinstance(content, Mapping):
         content = [content]
-    if not isinstance(content, Sequence):
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ConfigurationError(f"{name}.content must be a text or a list of parts.")
     return [_part(each, name) for each in content]
 
 
 def _part(given: Any, name: str) -> Part:
-    kind = given.get("type") if isinstance(given, Mapping) else None
+    if not isinstance(given, Mapping) or "type" not in given:
+        raise ConfigurationError(
+            f"{name} has {given!r:.50} as a part of its content, and a part has a type, "
+            f"as {{'type': 'text', 'text': ...}}; give a text or such parts."
+        )
+    kind = given["type"]
     if isinstance(kind, str) and kind in TEXTS:
-        text = given.get(TEXTS[kind])
+        if TEXTS[kind] not in given:
+            raise ConfigurationError(
+                f"{name} has a part of type {kind!r} without {TEXTS[kind]!r}; it has "
+                f"{', '.join(map(str, given))}."
+            )
+        text = given[TEXTS[kind]]
         if not isinstance(text, (str, type(None))):
             raise ConfigurationError(
                 f"{name} has a part of type {kind!r} whose {TEXTS[kind]} is "

@@ -164,21 +164,28 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     function = (call.get("function") or call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigurationError(f"{name} must be a function call with a name.")
+    for other in ("parameters", "input"):
+        if function.get(other) and "arguments" not in function:
+            raise ConfigurationError(
+                f"{name} has {other!r} instead of 'arguments'; rename it."
+            )
     arguments = read_arguments(function.get("arguments"))
     own = {"name": function["name"], "arguments": arguments}
     return {"id": call.get("id") or "", "type": "function", "function": own}
 
 
 def read_arguments(given: Any) -> Any:
-    """Returns arguments of a call, which clients send as the text of an object."""
-    given = given or {}
-    if isinstance(given, str):
+    """Returns arguments of a call, which clients send as the text of an object.
+
+    What it returns is read as the same once more.
+    """
+    while isinstance(given, str):
         try:
-            return json.loads(given)
+            given = json.loads(given or "{}")
         except (ValueError, RecursionError):
             # A model may have written it, so it is kept as it is.
-            return given
-    return given
+            break
+    return given or {}
 
 
 def without_stop(text: str, stop: Any) -> str:

@@ -124,18 +124,22 @@ def to_messages(history: History, name: str = "The conversation") -> list[Messag
     if isinstance(inner, LazyStackedTensorDict):
         turns = [_plain_message(turn) for turn in inner.tensordicts]
     if not turns or None in turns:
-        turns = history.view(-1).tolist(tolist_first=True)
+        turns = list(map(_to_lists, history.view(-1).tolist(tolist_first=True)))
     messages = [
-        # TorchRL drops a content that is None, and stores an empty list as a tensor.
-        {**without_none(turn), "content": _to_list(turn.get("content"))}
+        # TorchRL drops a content that is None.
+        {"content": None, **without_none(turn)}
         for turn in turns
         if turn["role"] != "<none>"
     ]
     return read_messages(messages, name)
 
 
-def _to_list(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+def _to_lists(turn: Mapping[str, Any]) -> Message:
+    """Returns a message without tensors; TorchRL stores empty lists as such."""
+    return {
+        key: value.tolist() if isinstance(value, torch.Tensor) else value
+        for key, value in turn.items()
+    }
 
 
 def _plain_message(turn: TensorDictBase) -> Message | None:

@@ -448,6 +448,10 @@ FORMS: dict[str, tuple[Any, Any]] = {
         [user("a"), {"role": "assistant", "content": None}, user("b")],
         [user("a"), {"role": "assistant", "content": ""}, user("b")],
     ),
+    "an empty list of calls": (
+        [user("a"), {"role": "assistant", "content": "b", "tool_calls": []}, user("c")],
+        [user("a"), {"role": "assistant", "content": "b"}, user("c")],
+    ),
     "another name of a role": (
         [{"role": "developer", "content": "Be"}, user("a")],
         [SYSTEM[0], user("a")],
@@ -462,6 +466,11 @@ FORMS: dict[str, tuple[Any, Any]] = {
     ),
     "an empty text": (called(function({**CALL, "arguments": ""})), NO_ARGUMENTS),
     "no arguments": (called(function({**CALL, "arguments": None})), NO_ARGUMENTS),
+    "null": (called(function({**CALL, "arguments": "null"})), NO_ARGUMENTS),
+    "a text in a text": (
+        called(function({**CALL, "arguments": json.dumps(AS_TEXT["arguments"])})),
+        CALL,
+    ),
     "OpenAI's old call": (
         [
             user("Add"),
@@ -554,6 +563,18 @@ REFUSED = {
     "another part": (
         [{"role": "user", "content": [{"type": "new", "new": "x"}]}],
         "'new'; the policy takes text only",
+    ),
+    "a part without a type": (
+        [{"role": "user", "content": ["a"]}],
+        "has 'a' as a part of its content, and a part has a type",
+    ),
+    "a part without its text": (
+        [{"role": "user", "content": [{"type": "text", "content": "a"}]}],
+        "type 'text' without 'text'; it has type, content",
+    ),
+    "another name of arguments": (
+        called({"name": "add", "parameters": {"a": 1}}),
+        "'parameters' instead of 'arguments'",
     ),
     "a number": ([{"role": "user", "content": 5}], "must be a text or a list"),
     "another role": ([{"role": "human", "content": "a"}], "has the role 'human'"),
