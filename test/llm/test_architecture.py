@@ -6,6 +6,7 @@ import ast
 import functools
 import graphlib
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -393,6 +394,19 @@ def test_messages_of_the_engine_are_seen_once():
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("engine alone") == 1
     assert done.stdout.count("with TorchRL") == 1
+
+
+def test_a_level_of_logging_that_does_not_exist():
+    done = subprocess.run(
+        [sys.executable, "-c", "from torchrl_sglang import AsyncSGLang"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "RL_LOGGING_LEVEL": "debug"},
+    )
+    assert "ConfigurationError: The environment variable RL_LOGGING_LEVEL='debug'" in (
+        done.stderr
+    )
 
 
 def test_the_trainer_never_imports_sglang():

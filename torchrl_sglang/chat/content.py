@@ -64,8 +64,8 @@ def parts_of(content: Any, name: str) -> list[Part]:
 def _part(given: Any, name: str) -> Part:
     if not isinstance(given, Mapping) or "type" not in given:
         raise ConfigurationError(
-            f"{name} has {given!r:.50} as a part of its content, and a part has a type, "
-            f"as {{'type': 'text', 'text': ...}}; give a text or such parts."
+            f"{name} has {given!r:.50} as a part of its content, and a part has a "
+            f"type, as {{'type': 'text', 'text': ...}}; give a text or such parts."
         )
     kind = given["type"]
     if isinstance(kind, str) and kind in TEXTS:
