@@ -40,8 +40,8 @@ ENGINE_SOURCES := $(wildcard torchrl_sglang/cli/cpu/*.py torchrl_sglang/cli/cpu/
 # A second generation of SGLang, from before update sessions, for the tests.
 OLD_VERSION := 0.5.20
 
-# Installs with uv, and without it with pip, which takes three times as long.
-UV := uv==0.13.9
+# pip installs uv, and uv the rest.
+UV := $(shell sed -n 's/^UV = "\(.*\)"/\1/p' torchrl_sglang/cli/cpu/packages.py)
 INSTALL := $(BIN)/python -m torchrl_sglang.cli.cpu.packages
 INSTALL_ENGINE := $(BIN)/python -m torchrl_sglang.cli.cpu.install
 INSTALL_NEWEST := $(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python
@@ -176,8 +176,7 @@ $(CREATED):
 	@mkdir -p $(VENV)
 	@find $(VENV) -mindepth 1 -maxdepth 1 ! -name '*sglang-cpu*' -exec rm -rf {} +
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(UV) \
-		2>/dev/null || echo "uv cannot be installed, so pip installs everything."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(UV)
 	@touch $@
 
 $(TRAINER): requirements/trainer.txt pyproject.toml $(CREATED)

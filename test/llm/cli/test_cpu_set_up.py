@@ -23,7 +23,7 @@ from torchrl_sglang.cli.cpu.install import (
     link_distributions,
     main,
 )
-from torchrl_sglang.cli.cpu.packages import install_packages, uv_settings
+from torchrl_sglang.cli.cpu.packages import UV, install_packages, uv_settings
 from torchrl_sglang.errors import ConfigurationError
 
 INDEX = "https://index.test/simple"
@@ -34,7 +34,18 @@ class TestUvSettings:
         ("configuration", "settings"),
         [
             ("", {}),
-            ("global.cert='/etc/cert.pem'\n:env:.timeout='60'", {}),
+            (
+                "global.cert='/etc/cert.pem'\n:env:.timeout='60'",
+                {"SSL_CERT_FILE": "/etc/cert.pem", "UV_HTTP_TIMEOUT": "60"},
+            ),
+            (
+                "global.trusted-host='a.test\\nb.test'\nglobal.proxy='http://p.test:1'",
+                {
+                    "UV_INSECURE_HOST": "a.test b.test",
+                    "HTTP_PROXY": "http://p.test:1",
+                    "HTTPS_PROXY": "http://p.test:1",
+                },
+            ),
             ("wheel.find-links='/other'", {}),
             ("global.find-links='/a /b'", {"UV_FIND_LINKS": "/a,/b"}),
             (
@@ -43,7 +54,7 @@ class TestUvSettings:
             ),
             (
                 ":env:.no-index='1'\n:env:.find-links='/a'",
-                {"UV_NO_INDEX": "1", "UV_FIND_LINKS": "/a"},
+                {"UV_FIND_LINKS": "/a"},
             ),
             (
                 "global.index-url='https://own.test'",
@@ -86,21 +97,36 @@ def make_uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the only package that pip finds."""
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    info = "handmade-1.0.dist-info"
-    with zipfile.ZipFile(folder / "handmade-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("handmade.py", "")
-        wheel.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: handmade\nVersion: 1.0\n"
+def make_wheel(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a wheel, with a script of its name, into the folder returned."""
+
+    def make(name: str, version: str, script: str | None = None) -> Path:
+        folder = tmp_path / "wheels"
+        folder.mkdir(exist_ok=True)
+        info = f"{name}-{version}.dist-info"
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        files = {f"{name}.py": "", f"{info}/METADATA": about, f"{info}/WHEEL": tag}
+        if script is not None:
+            files[f"{name}-{version}.data/scripts/{name}"] = script
+        files[f"{info}/RECORD"] = "".join(
+            f"{file},,\n" for file in (*files, f"{info}/RECORD")
         )
-        wheel.writestr(
-            f"{info}/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        wheel.writestr(f"{info}/RECORD", f"handmade.py,,\n{info}/RECORD,,\n")
+        path = folder / f"{name}-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
+            for file, content in files.items():
+                entry = zipfile.ZipInfo(file)
+                entry.external_attr = 0o100755 << 16
+                wheel.writestr(entry, content)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def wheels(make_wheel: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the only packages that pip finds."""
+    folder = make_wheel("handmade", "1.0")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
@@ -115,14 +141,14 @@ class TestInstallPackages:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         seen = tmp_path / "seen"
-        notes = make_uv(f'echo "$UV_FIND_LINKS|$UV_NO_INDEX|$PYTHONPATH" >{seen}')
+        notes = make_uv(f'echo "$UV_FIND_LINKS|$PYTHONPATH" >{seen}')
         monkeypatch.setenv("PYTHONPATH", "/somewhere")
         install_packages(Path("/env/bin/python"), ["--no-deps", "handmade"])
         assert notes.read_text().split() == [
             *("pip", "install", "--quiet", "--python", "/env/bin/python"),
-            *("--no-deps", "handmade"),
+            *("--no-index", "--no-deps", "handmade"),
         ]
-        assert seen.read_text().strip() == f"{wheels}|1|"
+        assert seen.read_text().strip() == f"{wheels}|"
 
     def test_what_is_said_to_uv_itself_counts_more(
         self,
@@ -137,19 +163,27 @@ class TestInstallPackages:
         install_packages(Path("/env/bin/python"), ["handmade"])
         assert seen.read_text().strip() == "/own"
 
-    def test_pip_is_the_fallback_and_needs_no_pip_over_there(
+    def test_pip_installs_uv_where_there_is_none(
         self,
-        make_uv: Callable[[str], Path],
+        make_wheel: Callable[..., Path],
         wheels: Path,
         tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        make_uv("echo out of order; exit 2")
+        notes = tmp_path / "calls"
+        make_wheel(*UV.split("=="), script=f'#!/bin/sh\necho "$@" >>{notes}\n')
+        monkeypatch.setattr(sys, "prefix", str(tmp_path))
+        monkeypatch.setenv("PATH", "/usr/bin:/bin")
+        install_packages(Path("/env/bin/python"), ["handmade"])
+        assert notes.read_text().split()[-2:] == ["--no-index", "handmade"]
+
+    def test_real_uv_installs_from_pip_s_folder(
+        self, wheels: Path, tmp_path: Path
+    ) -> None:
         venv.create(tmp_path / "env", symlinks=True)
         python = tmp_path / "env" / "bin" / "python"
         install_packages(python, ["handmade"])
         assert subprocess.run([python, "-c", "import handmade"]).returncode == 0
-        assert "uv failed: out of order" in capsys.readouterr().err
         with pytest.raises(RuntimeError, match=r"(?s)`absent`.*Run this again.*absent"):
             install_packages(python, ["absent"])
 

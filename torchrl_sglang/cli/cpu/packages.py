@@ -1,12 +1,12 @@
-"""Installing packages with uv, or with pip where there is no uv or where it fails.
+"""Installs packages with uv, which pip installs where there is none.
 
 It takes the arguments of ``pip install``, and ``--python PATH`` before them for another
 environment than that of the Python that runs it::
 
     python -m torchrl_sglang.cli.cpu.packages --requirement requirements.txt
 
-uv is several times as fast, but ignores pip's configuration, which may name a machine's
-indexes and folders of packages; they are passed to uv as its own settings.
+uv ignores pip's configuration, which may name a machine's indexes, folders of packages,
+certificates and proxy; they are passed to uv as its own settings.
 
 This module needs the standard library only: it installs everything else.
 """
@@ -15,14 +15,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import os
 import shutil
+import ssl
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from torchrl_sglang.errors import ConfigurationError
+
+UV = "uv==0.13.9"
+"""Requirement of the uv that is installed where there is none."""
 
 ERROR_TAIL_LINES = 20
 """Lines of an installer's output in an error."""
@@ -30,57 +36,82 @@ ERROR_TAIL_LINES = 20
 PIP_SECTIONS = (":env:", "install", "global")
 """The sections of pip's configuration that ``pip install`` reads, strongest first."""
 
+YES = [["1"], ["true"], ["yes"], ["on"]]
+"""Values of a switch in pip's configuration."""
+
+SAME_VALUES = {
+    "cert": ("SSL_CERT_FILE",),
+    "client-cert": ("SSL_CLIENT_CERT",),
+    "trusted-host": ("UV_INSECURE_HOST",),
+    "proxy": ("HTTP_PROXY", "HTTPS_PROXY"),
+    "default-timeout": ("UV_HTTP_TIMEOUT",),
+    "timeout": ("UV_HTTP_TIMEOUT",),
+}
+"""Options of pip, and the variables with which uv does the same."""
+
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
-    """Installs packages into the environment of an interpreter, which needs no pip."""
+    """Installs packages into the environment of an interpreter, which needs no pip.
+
+    Raises:
+        ConfigurationError: if there is neither uv nor pip.
+        RuntimeError: if the packages, or uv, cannot be installed.
+    """
     words = list(map(str, arguments))
     # An installer must see only the environment that it changes.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     pip = [sys.executable, "-m", "pip"]
     has_pip, configuration = _run([*pip, "config", "list"], variables)
-    # The user's settings for uv override those for pip.
-    if has_pip:
-        settings = uv_settings(configuration, _default_index())
-        variables = {**settings, **variables}
-    installers: dict[str, list[str]] = {}
-    # In this environment or on the search path.
-    folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
-    if uv := shutil.which("uv", path=os.pathsep.join(folders)):
-        installers["uv"] = [uv, "pip", "install", "--quiet", "--python", str(python)]
-    if has_pip:
-        quiet = ["--quiet", "--quiet", "--disable-pip-version-check", "--no-input"]
-        # Few of torch's modules are ever imported, so none is compiled ahead.
-        into = ["--python", str(python), "install", "--no-compile"]
-        installers["pip"] = [*pip, *into, *quiet]
-    failure = ""
-    for tool, command in installers.items():
-        done, output = _run([*command, *words], variables)
-        if done:
-            return
-        lines = output.strip().splitlines()
-        print(f"{tool} failed: {''.join(lines[-1:])}", file=sys.stderr)
-        failure = f"{tool}'s last lines were:\n" + "\n".join(lines[-ERROR_TAIL_LINES:])
-    if not failure:
-        raise ConfigurationError(
-            f"{sys.executable} has neither uv nor pip to install packages with. Run "
-            f"`{sys.executable} -m ensurepip`, or install uv."
+    with tempfile.TemporaryDirectory(prefix="torchrl_sglang_uv_") as folder:
+        # In this environment or on the search path.
+        folders = [str(Path(sys.prefix) / "bin"), os.environ.get("PATH", "")]
+        uv = shutil.which("uv", path=os.pathsep.join(folders))
+        if uv is None and not has_pip:
+            raise ConfigurationError(
+                f"{sys.executable} has neither uv nor pip to install packages with. "
+                f"Run `{sys.executable} -m ensurepip`, or install uv."
+            )
+        if uv is None:
+            quiet = ["--quiet", "--disable-pip-version-check", "--no-input"]
+            into = ["install", "--no-deps", "--target", folder, UV]
+            _check(UV, sys.executable, *_run([*pip, *into, *quiet], variables))
+            uv = f"{folder}/bin/uv"
+        # The user's settings for uv override those for pip.
+        if has_pip:
+            settings = uv_settings(configuration, _default_index())
+            variables = {**_certificates(), **settings, **variables}
+        into = ["pip", "install", "--quiet", "--python", str(python)]
+        # uv has no variable for it.
+        if has_pip and _words(configuration, "no-index")[:1] in YES:
+            into.append("--no-index")
+        _check(" ".join(words), python, *_run([uv, *into, *words], variables))
+
+
+def _check(words: str, python: str | Path, done: bool, output: str) -> None:
+    """Raises RuntimeError if an installer has failed."""
+    if not done:
+        lines = "\n".join(output.strip().splitlines()[-ERROR_TAIL_LINES:])
+        raise RuntimeError(
+            f"`{words}` could not be installed for {python}. Run this again once the "
+            f"cause is removed. The installer's last lines were:\n{lines}"
         )
-    raise RuntimeError(
-        f"`{' '.join(words)}` could not be installed for {python}. Run this again once "
-        f"the cause is removed. {failure}"
-    )
+
+
+def _certificates() -> dict[str, str]:
+    """Returns variables with which uv trusts the authorities that pip trusts."""
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        if bundle := os.environ.get(name):
+            return {"SSL_CERT_FILE": bundle}
+    paths = ssl.get_default_verify_paths()
+    # pip trusts the machine's, and its own where the machine has none.
+    if paths.cafile or (paths.capath and os.listdir(paths.capath)):
+        return {"UV_SYSTEM_CERTS": "1"}
+    return {}
 
 
 def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
     """Returns variables with which uv finds packages where pip, so configured, does."""
-    lines = (line.partition("=") for line in pip_configuration.splitlines())
-    values = {key: value for key, _, value in lines}
-
-    def words(option: str) -> list[str]:
-        keys = (f"{section}.{option}" for section in PIP_SECTIONS)
-        value = next((values[key] for key in keys if key in values), "''")
-        return str(ast.literal_eval(value)).split()
-
+    words = functools.partial(_words, pip_configuration)
     settings: dict[str, str] = {}
     *first, last = [
         *(words("index-url") or [default_index]),
@@ -94,9 +125,19 @@ def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     if words("find-links"):
         settings["UV_FIND_LINKS"] = ",".join(words("find-links"))
-    if words("no-index"):
-        settings["UV_NO_INDEX"] = words("no-index")[0]
+    for option, names in SAME_VALUES.items():
+        if words(option):
+            settings |= dict.fromkeys(names, " ".join(words(option)))
     return settings
+
+
+def _words(pip_configuration: str, option: str) -> list[str]:
+    """Returns the words of an option's value in pip's configuration."""
+    lines = (line.partition("=") for line in pip_configuration.splitlines())
+    values = {key: value for key, _, value in lines}
+    keys = (f"{section}.{option}" for section in PIP_SECTIONS)
+    value = next((values[key] for key in keys if key in values), "''")
+    return str(ast.literal_eval(value)).split()
 
 
 def _default_index() -> str:
@@ -126,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m torchrl_sglang.cli.cpu.packages",
-        description="Install packages with uv or pip; takes `pip install`'s arguments.",
+        description="Install packages with uv; takes `pip install`'s arguments.",
         allow_abbrev=False,
     )
     parser.add_argument(
