@@ -535,15 +535,28 @@ def test_what_a_trainer_left_behind_makes_room(lora_engine, peft_models):
         wait_for(lambda: held(trainer) == [])
 
 
-def test_a_server_that_was_started_again_gets_its_adapters(lora_engine, peft_models):
+@pytest.fixture
+def engine_to_kill(tiny_model_path):
+    """One whose servers have the weights of their files: no sender has to come."""
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        enable_lora=True,
+        max_lora_rank=8,
+        lora_target_modules=["all"],
+    ) as engine:
+        yield engine
+
+
+def test_a_server_that_was_started_again_gets_its_adapters(engine_to_kill, peft_models):
     model = peft_models.make(29)
-    load(lora_engine, "policy", model, version="5", default=True)
-    (process,) = lora_engine.servers
+    load(engine_to_kill, "policy", model, version="5", default=True)
+    (process,) = engine_to_kill.servers
     os.kill(process.pid, signal.SIGKILL)
     # Without an adapter it would answer as the base model, or refuse; it does neither.
-    wait_for(lambda: lora_engine.stats().servers[0].state != "serving")
-    wait_for(lambda: lora_engine.stats().servers[0].state == "serving", 300)
-    answer = ask(lora_engine)
+    wait_for(lambda: engine_to_kill.stats().servers[0].state != "serving")
+    wait_for(lambda: engine_to_kill.stats().servers[0].state == "serving", 300)
+    answer = ask(engine_to_kill)
     assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
     assert answer.versions == (VersionSpan(version="5", start=0, end=8),)
 
