@@ -216,8 +216,10 @@ def test_rewards(gsm8k, form, text, answer, reward):
 def test_a_script_says_what_is_wrong(tmp_path, change, message):
     done = run(CPU, change, folder=tmp_path)
     assert done.returncode == 1
-    assert message in done.stderr.splitlines()[-1]
-    assert done.stderr.splitlines()[-1].startswith("train.py: ")
+    # Some releases of Triton print more when Python exits.
+    lines = done.stderr.splitlines()
+    (line,) = [each for each in lines if each.startswith("train.py: ")]
+    assert message in line
     assert "Traceback" not in done.stderr
 
 
