@@ -76,7 +76,7 @@ def test_the_bottleneck_of_a_run(make, update, train, step, max_staleness, bound
 
 
 def test_servers_that_are_down(make, fake):
-    collector = make(timeouts=CollectorTimeouts(batch=0.5))
+    collector = make(timeouts=CollectorTimeouts(batch=5.0))
     next(iter(collector))
     fake.close()
     with pytest.raises(CollectionTimeoutError):
