@@ -47,6 +47,11 @@ def is_gone(pid: int) -> bool:
     return True
 
 
+def own_part(stderr: str) -> str:
+    """Returns an output without what some releases of Triton print at the exit."""
+    return stderr.partition("nanobind: leaked")[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_forked_server_ends_with_its_watchdog(tiny_model_path, number):
     server = make_sglang_server(tiny_model_path, device="cpu")
@@ -97,7 +102,8 @@ def test_a_forked_program_finds_what_a_started_one_does(tmp_path, way):
         for python in (trainer_python(), sys.executable)
     )
     assert forked.returncode == started.returncode
-    assert (forked.stdout, forked.stderr) == (started.stdout, started.stderr)
+    assert forked.stdout == started.stdout
+    assert own_part(forked.stderr) == own_part(started.stderr)
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
@@ -108,7 +114,8 @@ def test_a_forked_program_ends_as_a_started_one_does(tmp_path, ending):
     )
     assert forked.returncode == started.returncode
     assert forked.stdout == started.stdout
-    assert forked.stderr.splitlines()[-1:] == started.stderr.splitlines()[-1:]
+    last = [own_part(each.stderr).splitlines()[-1:] for each in (forked, started)]
+    assert last[0] == last[1]
 
 
 WAITS = """

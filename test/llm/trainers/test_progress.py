@@ -70,7 +70,8 @@ def test_a_terminal_has_a_bar_below_whole_lines():
         pass
     assert process.wait(300) == 0, found
     os.close(parent)
-    text = found.decode()
+    # Some releases of Triton print more when Python exits.
+    text = found.decode().partition("nanobind: leaked")[0]
     # What a terminal shows of a line is what follows its last carriage return.
     lines = [line.rstrip("\r") for line in text.split("\n")]
     shown = [line.rpartition("\r")[2].rstrip() for line in lines]
