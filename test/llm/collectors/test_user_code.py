@@ -40,7 +40,7 @@ TIMEOUTS = CollectorTimeouts(
     step=60.0, reward=60.0, agent=60.0, batch=60.0, shutdown=5.0, turn=60.0
 )
 # What is right takes longer than a moment on a busy machine.
-OF_FAULT = {"hangs": replace(TIMEOUTS, step=3.0, reward=3.0, agent=3.0)}
+TIMEOUTS_OF_FAULT = {"hangs": replace(TIMEOUTS, step=3.0, reward=3.0, agent=3.0)}
 TURNS = 2
 
 
@@ -212,7 +212,7 @@ def test_a_function_that_fails_once(make, hook, asynchronous):
         collector = make(
             group_size=2,
             total_groups=4,
-            timeouts=OF_FAULT.get(fault, TIMEOUTS),
+            timeouts=TIMEOUTS_OF_FAULT.get(fault, TIMEOUTS),
             **function_hooks(hook, once, asynchronous),
         )
         check(collector, size=2, groups=4)
@@ -253,7 +253,7 @@ def test_an_environment_that_fails_once(make, place):
             rewards=None,
             group_size=2,
             total_groups=4,
-            timeouts=OF_FAULT.get(fault, TIMEOUTS),
+            timeouts=TIMEOUTS_OF_FAULT.get(fault, TIMEOUTS),
         )
         check(collector, size=2, groups=4)
 
@@ -298,7 +298,7 @@ def test_an_agent_that_fails_once(make, gateway, asynchronous):
             rewards=None,
             group_size=2,
             total_groups=4,
-            timeouts=OF_FAULT.get(fault, TIMEOUTS),
+            timeouts=TIMEOUTS_OF_FAULT.get(fault, TIMEOUTS),
         )
         check(collector, size=2, groups=4)
         assert not gateway.sessions
