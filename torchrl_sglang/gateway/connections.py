@@ -20,6 +20,9 @@ SHARE_OF_FILES = 0.25
 """Share of the process's open files that connections without a key may be: the trainer
 needs files, too."""
 
+_TURNS_TO_ACCEPT = 3
+"""Turns of asyncio's loop until an application knows a connection that is accepted."""
+
 _NO_FILES = "socket.accept() out of system resource"
 """Message of asyncio for a connection that is not accepted, once a second."""
 
@@ -100,6 +103,20 @@ class BoundedSite(web.BaseSite):
         self._server = await loop.create_server(
             lambda: self._strangers.accept(server), *self._address, backlog=128
         )
+
+    async def stop(self) -> None:
+        """Stops listening; the runner closes the connections that it knows then.
+
+        asyncio loses the socket of a connection whose server closes between its
+        ``accept()`` and its transport, so accepting ends first.
+        """
+        if self._server is not None:
+            assert isinstance(self._server, asyncio.Server)
+            for listener in self._server.sockets:
+                asyncio.get_running_loop().remove_reader(listener)
+            for _ in range(_TURNS_TO_ACCEPT):
+                await asyncio.sleep(0)
+        await super().stop()
 
 
 class LoopErrors:

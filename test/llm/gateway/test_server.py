@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -10,14 +11,16 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import aiohttp
 import pytest
 import requests
+from aiohttp import web
 from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway.connections import STRANGERS, BoundedSite, Strangers
 from torchrl_sglang.gateway.dialects.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.routes import sending
@@ -889,6 +892,30 @@ def test_the_end_with_requests_in_flight(fake, fake_engine):
     assert not session.turns
     assert repr(gateway) == "Gateway(not started, sessions=1)"
     gateway.shutdown()
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_connections_that_are_accepted_at_the_end_are_closed(turns):
+    async def run():
+        app = web.Application()
+        app[STRANGERS] = Strangers()
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = BoundedSite(runner, "127.0.0.1", 0, app[STRANGERS])
+        await site.start()
+        clients = [
+            socket.create_connection(runner.addresses[0], timeout=30) for _ in range(3)
+        ]
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await runner.cleanup()
+        return clients
+
+    for client in asyncio.run(run()):
+        with client, suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    # The warning of a socket that nobody closed is an error of this test.
+    gc.collect()
 
 
 def test_a_port_in_use(fake_engine):
