@@ -120,7 +120,7 @@ test-all: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the further cases of it
 # servers keep their environment.
 .PHONY: test-newest
 test-newest: install $(OLD_ENGINE)  ## Run it on the newest releases; NIGHTLY=1: with TorchRL's nightly
-	@$(BIN)/uv venv --quiet --clear --python "$(PYTHON)" $(NEWEST)
+	@$(BIN)/uv venv --quiet --clear --seed --python "$(PYTHON)" $(NEWEST)
 	@$(INSTALL_NEWEST) --upgrade setuptools wheel --editable ".[test]"
 	@$(INSTALL_NEWEST) --no-deps --requirement requirements/tasks.txt
 ifdef NIGHTLY
@@ -129,7 +129,7 @@ ifdef NIGHTLY
 endif
 	@ln -sfn "$(abspath $(VENV))/sglang-cpu" $(NEWEST)/sglang-cpu
 	@$(NEWEST)/bin/python -m pytest --numprocesses=3 --dist=loadfile -m "not slow" \
-		$(if $(NIGHTLY),-W ignore::FutureWarning) $(PYTEST_ARGS)
+		$(if $(NIGHTLY),-W ignore::FutureWarning -W ignore::DeprecationWarning) $(PYTEST_ARGS)
 
 .PHONY: test-agents
 test-agents: install $(TEST)  ## Run unmodified agent frameworks, each from its pins in .agents
