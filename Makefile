@@ -121,7 +121,7 @@ test-all: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the further cases of it
 .PHONY: test-newest
 test-newest: install $(OLD_ENGINE)  ## Run it on the newest releases; NIGHTLY=1: with TorchRL's nightly
 	@$(BIN)/uv venv --quiet --clear --seed --python "$(PYTHON)" $(NEWEST)
-	@$(INSTALL_NEWEST) --upgrade setuptools wheel --editable ".[test]"
+	@$(INSTALL_NEWEST) --upgrade setuptools wheel $(UV) --editable ".[test]"
 	@$(INSTALL_NEWEST) --no-deps --requirement requirements/tasks.txt
 ifdef NIGHTLY
 	@$(BIN)/uv pip uninstall --quiet --python $(NEWEST)/bin/python torchrl tensordict
