@@ -7,6 +7,7 @@ import functools
 import graphlib
 import importlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,47 +66,6 @@ that carry pickles in any case."""
 
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 
-PUBLIC = {
-    "AgentProgram": "gateway.programs.program",
-    "AsyncLLMCollector": "collectors.async_llm_collector",
-    "AsyncSGLang": "backends.async_sglang",
-    "Container": "gateway.programs.container",
-    "CorrectedCISPOLoss": "objectives.losses",
-    "CorrectedGRPOLoss": "objectives.losses",
-    "CorrectedGSPOLoss": "objectives.losses",
-    "GRPO": "trainers.grpo",
-    "Gateway": "gateway.gateway",
-    "CollectorTimeouts": "collectors.timeouts",
-    "GenerationInfo": "policies.outputs",
-    "GroupAdvantage": "objectives.advantages",
-    "Learner": "trainers.learner",
-    "OffPolicyCorrection": "objectives.transform",
-    "RLSGLangEngine": "backends.contract",
-    "RayAsyncLLMCollector": "collectors.ray_collector",
-    "RayLauncher": "backends.launch.ray_launcher",
-    "RolloutCorrectionConfig": "objectives.config",
-    "RunRecorder": "recording.recorder",
-    "SGLangLLMCollector": "collectors.llm_collector",
-    "SGLangWeightReceiver": "weight_update.scheme",
-    "SGLangWeightSender": "weight_update.sender",
-    "SGLangWeightSyncScheme": "weight_update.scheme",
-    "SGLangWrapper": "policies.sglang_wrapper",
-    "SharedCollector": "collectors.shared_collector",
-    "StepFigures": "telemetry.figures",
-    "TokenColumn": "requests.token_columns",
-    "WeightEncoding": "weight_update.encodings.base",
-    "__version__": None,
-    "attach_weight_sync": "collectors.weight_sync",
-    "get_model_metadata": "weight_update.sources.resolve",
-    "has_variance": "collectors.groups.filter",
-    "make_sglang_server": "backends.launch.local",
-    "overlong_penalty": "trainers.methods",
-    "replay_routing": "objectives.routing",
-    "replay_sampling": "objectives.sampling",
-    "serve_metrics": "telemetry.server",
-}
-"""Public name -> where it is defined."""
-
 
 @functools.cache
 def imports(path: Path) -> list[tuple[str, bool]]:
@@ -161,14 +121,17 @@ def test_every_file_has_a_layer():
         assert top in FLOOR or top == "__init__", f"{path} is in no layer"
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_imports_point_down(path):
-    own = layer_of(f"{PACKAGE}.{relative(path).replace('/', '.').removesuffix('.py')}")
-    for name, _ in imports(path):
-        other = layer_of(name)
-        if own is None or other is None or own == other:
-            continue
-        assert FLOOR[other] < FLOOR[own], f"{own} imports {name}"
+def test_imports_point_down():
+    offenders = []
+    for path in FILES:
+        layer = layer_of(f"{PACKAGE}.{relative(path).replace('/', '.')}")
+        for name, _ in imports(path):
+            other = layer_of(name)
+            if layer is None or other is None or layer == other:
+                continue
+            if FLOOR[other] >= FLOOR[layer]:
+                offenders.append(f"{relative(path)} imports {name}")
+    assert offenders == []
 
 
 REACHES_ENGINE = {
@@ -226,34 +189,31 @@ COLLECTORS_ORDER = [
 """The same of ``collectors``."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_the_engine_is_reached_through_its_contract(path):
-    above = ("policies/", "weight_update/", "collectors/", "objectives/")
-    if relative(path).startswith(above):
+def test_the_engine_is_reached_through_its_contract():
+    above = ("policies", "weight_update", "collectors", "objectives")
+    offenders = []
+    for path in (file for layer in above for file in (ROOT / layer).rglob("*.py")):
         for name, _ in imports(path):
             inner = name.removeprefix(f"{PACKAGE}.backends.")
-            assert inner == name or inner in REACHES_ENGINE, name
+            if inner != name and inner not in REACHES_ENGINE:
+                offenders.append(f"{relative(path)} imports {name}")
+    assert offenders == []
 
 
 @pytest.mark.parametrize(
-    ("path", "order"),
-    [
-        pytest.param(path, order, id=relative(path))
-        for layer, order in (
-            ("backends", ENGINE_ORDER),
-            ("collectors", COLLECTORS_ORDER),
-        )
-        for path in sorted((ROOT / layer).rglob("*.py"))
-    ],
+    ("layer", "order"),
+    [("backends", ENGINE_ORDER), ("collectors", COLLECTORS_ORDER)],
 )
-def test_imports_within_a_layer_point_down(path, order):
-    layer, own, *_ = relative(path).removesuffix(".py").split("/")
-    for name, _ in imports(path):
-        package, _, inner = name.partition(f"{PACKAGE}.{layer}.")
-        other = inner.partition(".")[0]
-        if not package and other:
-            later = order.index(own) - order.index(other)
-            assert later >= 0, f"{own} imports {name}"
+def test_imports_within_a_layer_point_down(layer, order):
+    offenders = []
+    for path in (ROOT / layer).rglob("*.py"):
+        part = relative(path).removesuffix(".py").split("/")[1]
+        for name, _ in imports(path):
+            inner = name.removeprefix(f"{PACKAGE}.{layer}.")
+            other = inner.partition(".")[0]
+            if inner != name and order.index(other) > order.index(part):
+                offenders.append(f"{relative(path)} imports {name}")
+    assert offenders == []
 
 
 def test_each_class_has_a_name_of_its_own():
@@ -286,16 +246,16 @@ def test_no_imports_are_circular():
     assert len(list(graphlib.TopologicalSorter(graph).static_order())) == len(modules)
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_nothing_heavy_is_imported(path):
-    for name, at_module_level in imports(path):
-        top = name.partition(".")[0]
-        if top == "sglang":
-            assert relative(path) in IMPORTS_SGLANG
-        if at_module_level or relative(path) not in IMPORTS_SGLANG:
-            assert top not in HEAVY - {"ray", "sglang_router"}
-        if at_module_level:
-            assert top not in HEAVY
+def test_nothing_heavy_is_imported():
+    offenders = []
+    for path in FILES:
+        by_sglang = relative(path) in IMPORTS_SGLANG
+        for name, at_module_level in imports(path):
+            top = name.partition(".")[0]
+            allowed = {"ray", "sglang_router"} | (HEAVY if by_sglang else set())
+            if top in HEAVY and (at_module_level or top not in allowed):
+                offenders.append(f"{relative(path)} imports {name}")
+    assert offenders == []
 
 
 def test_the_watchdog_stands_alone():
@@ -410,7 +370,7 @@ def test_a_level_of_logging_that_does_not_exist():
 
 
 def test_the_trainer_never_imports_sglang():
-    for name in PUBLIC:
+    for name in torchrl_sglang.__all__:
         getattr(torchrl_sglang, name)
     assert not {"sglang", "torchvision", "vllm"} & set(sys.modules)
 
@@ -434,22 +394,38 @@ def test_nothing_is_unpickled():
         assert not found & forbidden, path
 
 
-def test_public_names_are_frozen():
-    assert sorted(torchrl_sglang.__all__) == sorted(PUBLIC)
-    assert dir(torchrl_sglang) == sorted(PUBLIC)
+def documented() -> Iterator[str]:
+    """Yields the names of the package itself that the pages of its reference list."""
+    for page in (ROOT.parent / "docs" / "source" / "reference").glob("*.rst"):
+        module = ""
+        for line in page.read_text().splitlines():
+            if line.startswith(".. currentmodule:: "):
+                module = line.split()[-1]
+            elif module == PACKAGE and re.fullmatch(r"   \w+", line):
+                yield line.strip()
+
+
+def test_public_names_are_those_of_the_reference():
+    assert sorted(torchrl_sglang.__all__) == sorted({*documented(), "__version__"})
+    assert dir(torchrl_sglang) == sorted(torchrl_sglang.__all__)
     namespace: dict[str, object] = {}
     exec(f"from {PACKAGE} import *", namespace)
-    assert set(PUBLIC) <= set(namespace)
+    assert set(torchrl_sglang.__all__) <= set(namespace)
 
 
-@pytest.mark.parametrize("name", sorted(PUBLIC))
-def test_public_names_can_be_imported(name):
-    value = getattr(torchrl_sglang, name)
-    if PUBLIC[name] is not None:
-        home = f"{PACKAGE}.{PUBLIC[name]}"
-        assert value.__module__ == home
-        assert value is getattr(importlib.import_module(home), name)
-        assert value.__doc__
+def test_public_names_can_be_imported():
+    declared = {name for name, _ in imports(ROOT / "__init__.py")}
+    offenders = []
+    for name in sorted({*torchrl_sglang.__all__} - {"__version__"}):
+        value = getattr(torchrl_sglang, name)
+        home = value.__module__
+        if (
+            f"{home}.{name}" not in declared
+            or value is not getattr(importlib.import_module(home), name)
+            or not value.__doc__
+        ):
+            offenders.append(f"{name} of {home}")
+    assert offenders == []
 
 
 def test_a_name_that_is_not_public():

@@ -29,6 +29,7 @@ CONFIGURATION = (SOURCE / "configuration.rst").read_text()
 TROUBLESHOOTING = SOURCE / "guides" / "troubleshooting.rst"
 
 ROW = re.compile(r"^   \* - (.*?)(?=^   \* - |^\S)", re.MULTILINE | re.DOTALL)
+PATH = re.compile(r"``((?:examples|benchmarks|tutorials|test)/[\w/.]+)")
 LITERAL = re.compile(r"``(.+?)``", re.DOTALL)
 
 OBJECTS = {
@@ -81,36 +82,42 @@ def test_the_tables_are_found():
     assert len(table_rows()) > 70
 
 
-@pytest.mark.parametrize(("setting", "here"), table_rows())
-def test_every_setting_has_a_name_or_a_reason(setting, here, server_arguments):
-    if here.startswith("none: "):
-        return
-    found = LITERAL.findall(here)
-    assert found, f"{setting} is mapped to nothing."
-    for literal in found:
-        node = ast.parse(literal.replace("[...]", "[]")).body[0]
-        if isinstance(node, ast.Assign):
-            assert node.targets[0].id == "generate_kwargs"
-            names = {key.value for key in node.value.keys}
-            assert names <= GENERATE_ARGUMENTS
+def unknown_names(literal: str, arguments: set[str]) -> set[str]:
+    """Returns the arguments in a call or dict of the page that do not exist."""
+    node = ast.parse(literal.replace("[...]", "[]")).body[0]
+    if isinstance(node, ast.Assign):
+        assert node.targets[0].id == "generate_kwargs"
+        return {key.value for key in node.value.keys} - GENERATE_ARGUMENTS
+    call = node.value
+    function = call.func if isinstance(call, ast.Call) else call
+    names = {keyword.arg for keyword in getattr(call, "keywords", ())}
+    if not isinstance(function, ast.Attribute):
+        return names - keywords(function.id, arguments)
+    method = getattr(OBJECTS[function.value.id], function.attr)
+    return names - set(inspect.signature(method).parameters) if names else set()
+
+
+def test_every_setting_has_a_name_or_a_reason(server_arguments):
+    problems = []
+    for setting, cell in table_rows():
+        if cell.startswith("none: "):
             continue
-        call = node.value
-        function = call.func if isinstance(call, ast.Call) else call
-        given = {each.arg for each in getattr(call, "keywords", ())}
-        if isinstance(function, ast.Attribute):
-            owner = OBJECTS[function.value.id]
-            method = getattr(owner, function.attr)
-            known = set(inspect.signature(method).parameters) if given else set()
-        else:
-            known = keywords(function.id, server_arguments)
-        assert given <= known, f"{literal}: {sorted(given - known)} do not exist."
+        literals = LITERAL.findall(cell)
+        if not literals:
+            problems.append(f"{setting} is mapped to nothing.")
+        problems += [
+            f"{setting}: {literal} with {sorted(unknown)}"
+            for literal in literals
+            if (unknown := unknown_names(literal, server_arguments))
+        ]
+    assert problems == []
 
 
-@pytest.mark.parametrize("name", errors.__all__)
-def test_every_error_has_an_entry(name):
+def test_every_error_has_an_entry():
     """Under a heading of its own, so that a search for it ends there."""
     text = TROUBLESHOOTING.read_text()
-    assert re.search(rf"^{name}\n[~\-]+$", text, re.MULTILINE)
+    headings = re.findall(r"^(\w+)\n[~\-]+$", text, re.MULTILINE)
+    assert {*errors.__all__} - {*headings} == set()
 
 
 MEASURED = (SOURCE / "measured.rst").read_text()
@@ -128,28 +135,26 @@ def test_the_figures_are_found():
     assert len(FIGURES) == MEASURED.count("     - 2026-")
 
 
-@pytest.mark.parametrize(("what", "figure", "command", "date"), FIGURES)
-def test_every_figure_is_a_recorded_one(what, figure, command, date):
+def test_every_figure_is_a_recorded_one():
     """What the page says, ``benchmarks/RESULTS.md`` says as well."""
-    numbers = re.findall(r"\d[\d,]*\d(?:\.\d+)?|\d+\.\d+", figure)
-    assert [n for n in numbers if n not in RESULTS] == []
+    number = r"\d[\d,]*\d(?:\.\d+)?|\d+\.\d+"
+    offenders = {
+        figure: [n for n in re.findall(number, figure) if n not in RESULTS]
+        for _, figure, _, _ in FIGURES
+    }
+    assert {figure: absent for figure, absent in offenders.items() if absent} == {}
 
 
-PAGES = sorted(
-    page
-    for page in SOURCE.rglob("*.rst")
-    if not {"generated", "tutorials"} & set(page.relative_to(SOURCE).parts)
-)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(SOURCE)))
-def test_scripts_and_folders_exist(page):
+def test_scripts_and_folders_exist():
     """Paths of the repository that a page names."""
-    paths = re.findall(
-        r"``((?:examples|benchmarks|tutorials|test)/[\w/.]+)", page.read_text()
-    )
-    for path in paths:
-        assert (SOURCE.parents[1] / path).exists(), path
+    absent = [
+        f"{page.relative_to(SOURCE)}: {path}"
+        for page in SOURCE.rglob("*.rst")
+        if not {"generated", "tutorials"} & set(page.relative_to(SOURCE).parts)
+        for path in PATH.findall(page.read_text())
+        if not (SOURCE.parents[1] / path).exists()
+    ]
+    assert absent == []
 
 
 def test_every_tutorial_has_its_place():

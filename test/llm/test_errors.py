@@ -99,7 +99,10 @@ def test_a_replaced_error_leaves_the_original_as_it_is(error):
         default.replace(statsu=400)
 
 
-@pytest.mark.parametrize("error", ALL)
-def test_errors_are_documented(error):
-    assert error.__doc__
-    assert error.__module__ == "torchrl_sglang.errors"
+def test_errors_are_documented():
+    offenders = [
+        error
+        for error in ALL
+        if not error.__doc__ or error.__module__ != "torchrl_sglang.errors"
+    ]
+    assert offenders == []
