@@ -30,7 +30,7 @@ from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.session import NEW_CHARACTERS, Session
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.gateway.turns import Prompt, Turn
-from torchrl_sglang.telemetry.tracing import span
+from torchrl_sglang.support.tracing import span
 
 PROMPT_THREADS = 2
 """Threads that render and tokenize long prompts; tokenizers leave Python meanwhile."""

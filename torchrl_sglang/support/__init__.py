@@ -2,5 +2,5 @@
 
 ``checks`` validates arguments, ``urls`` handles addresses, ``event_loop`` runs the
 coroutines behind synchronous calls, ``blocking`` runs the user's functions beside a
-loop, and ``user_code`` keeps what they raise their own failure.
+loop, ``user_code`` marks their errors as the user's, and ``tracing`` opens spans.
 """

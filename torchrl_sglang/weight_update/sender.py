@@ -30,7 +30,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.log import torchrl_logger
-from torchrl_sglang.telemetry.tracing import span
+from torchrl_sglang.support.tracing import span
 from torchrl_sglang.types import (
     FusedParameter,
     ModelMetadata,

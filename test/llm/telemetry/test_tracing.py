@@ -19,7 +19,7 @@ from torchrl_sglang import (
     SGLangWeightSyncScheme,
     SGLangWrapper,
 )
-from torchrl_sglang.telemetry import tracing
+from torchrl_sglang.support import tracing
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -285,7 +285,7 @@ def test_a_weight_update(restored_engine, hf_model, spans):
 def test_nothing_is_imported_and_nothing_happens_without_a_provider():
     code = """
 import sys
-from torchrl_sglang.telemetry import tracing
+from torchrl_sglang.support import tracing
 with tracing.span("a", number=1) as span:
     span.set(b=2)
     span.fail("c")

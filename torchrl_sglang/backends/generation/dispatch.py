@@ -40,8 +40,8 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.requests.request import GenerateRequest, to_payload
 from torchrl_sglang.requests.sampling import dropped_by_router
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.support.user_code import carried_errors
-from torchrl_sglang.telemetry.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 MAX_ATTEMPTS = 5

@@ -32,8 +32,8 @@ from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.tracing import remember, span
 from torchrl_sglang.support.user_code import together
-from torchrl_sglang.telemetry.tracing import remember, span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,8 +26,8 @@ from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.texts import check_text
+from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import together
-from torchrl_sglang.telemetry.tracing import span
 
 Task: TypeAlias = Mapping[str, Any]
 """An element of the prompts."""

@@ -47,8 +47,8 @@ from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import describe, refuse_coroutine, together
-from torchrl_sglang.telemetry.tracing import span
 from torchrl_sglang.types import Completion
 
 

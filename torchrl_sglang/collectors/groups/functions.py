@@ -26,8 +26,8 @@ from torchrl_sglang.collectors.scheduling.priority import (
 from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import together
-from torchrl_sglang.telemetry.tracing import span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,12 +25,12 @@ from torchrl_sglang.collectors.groups.user_functions import name_of, naming
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.texts import replace_halves
+from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import (
     CallTimeoutError,
     describe,
     together,
 )
-from torchrl_sglang.telemetry.tracing import span
 
 ToolFunctions: TypeAlias = (
     Mapping[str, Callable[..., Any] | tuple[Callable[..., Any], Mapping[str, Any]]]

@@ -46,8 +46,8 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.support.histogram import SECONDS, Histogram
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import describe, user_code
-from torchrl_sglang.telemetry.tracing import span
 
 PROMPT_TIMEOUT_SECONDS = 600.0
 """Timeout of reading a prompt."""

@@ -43,7 +43,7 @@ from torchrl_sglang.gateway.routes.contract import Recorder
 from torchrl_sglang.gateway.routes.sending import Stream, send_answer
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.support.log import torchrl_logger
-from torchrl_sglang.telemetry.tracing import continuing
+from torchrl_sglang.support.tracing import continuing
 
 FINAL = frozenset({403, 410})
 """Statuses after which clients need not repeat a request."""

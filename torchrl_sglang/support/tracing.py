@@ -1,8 +1,9 @@
-"""OpenTelemetry spans, where a program has set up a tracer provider; nothing otherwise.
+"""Opens OpenTelemetry spans; without the program's tracer provider, a no-op.
 
-Spans nest by context variables, which tasks inherit: a group's conversations, their
-turns and tools, and the requests to servers. Over HTTP, the headers of W3C Trace
-Context carry the parent. Importing this module imports nothing of OpenTelemetry.
+The tracer provider is the subscriber: every layer publishes spans here. They nest by
+context variables, which tasks inherit: groups, conversations, turns and tools, requests
+to servers. Over HTTP, headers of W3C Trace Context carry the parent. Importing this
+module imports nothing of OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 NAME = "torchrl_sglang"
-"""Name of the instrumentation, and prefix of attributes without a name of their own in
-OpenTelemetry's semantic conventions."""
+"""Name of the instrumentation, and prefix of attributes that OpenTelemetry's semantic
+conventions do not name."""
 
 TRACEPARENT = "traceparent"
 """Header of W3C Trace Context that names the parent."""
@@ -25,22 +26,22 @@ T = TypeVar("T")
 SpanKind = Literal["internal", "client", "server"]
 
 _CONTEXTS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Objects, such as sessions of a gateway, and the spans that they belong to."""
+"""Object, such as a session of a gateway -> context of the span it belongs to."""
 
 
 class OpenSpan:
-    """A span that is open, or stands for one where there is none."""
+    """An open span, or a no-op without a tracer provider."""
 
     def __init__(self, span: Any = None) -> None:
         self._span = span
 
     def set(self, **attributes: Any) -> None:
-        """Sets attributes, given as for :func:`span`; ``None`` is left out."""
+        """Sets attributes, named as in :func:`span`; ``None`` is left out."""
         if self._span is not None:
             self._span.set_attributes(_named(attributes))
 
     def fail(self, description: str) -> None:
-        """Marks what it stands for as failed, where no error was raised."""
+        """Marks the span as failed, without an exception."""
         if self._span is not None:
             from opentelemetry.trace import Status, StatusCode
 
@@ -51,8 +52,8 @@ _NONE = OpenSpan()
 
 
 def _tracer() -> Any:
-    """Returns the tracer of the program's provider; ``None`` if it has set up none."""
-    # A program that has set one up has imported it.
+    """Returns the tracer of the program's provider; ``None`` without a provider."""
+    # A program with a provider has imported this module.
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return None
@@ -70,15 +71,15 @@ def span(
 
     Args:
         name: of the span.
-        kind: ``"client"`` for a request to somebody, ``"server"`` for one of somebody.
-        of: an object that :func:`remember` was called with; its span is the parent
-            unless another one is open.
-        **attributes: ``gen_ai__...`` and others with two underscores are names of the
-            semantic conventions, with dots for them; all others get this package's
+        kind: ``"client"`` for an outgoing request, ``"server"`` for an incoming one.
+        of: an object passed to :func:`remember`; its span is the parent unless another
+            span is open.
+        **attributes: names with two underscores, such as ``gen_ai__...``, belong to
+            the semantic conventions and get dots; all others get this package's
             prefix.
 
     Yields:
-        OpenSpan: for attributes that are known later.
+        OpenSpan: takes later attributes.
 
     Examples:
         >>> with span("turn", number=1) as turn:  # Nothing, without a provider.
@@ -112,7 +113,7 @@ def span(
 
 
 def _cause(error: Exception) -> Exception:
-    """Returns the first error of a group of tasks, which says nothing itself."""
+    """Returns the first error of an exception group."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return error
@@ -127,7 +128,7 @@ def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def remember(owner: Any) -> None:
-    """Keeps the span that is open as the one that an object belongs to."""
+    """Makes the open span the default parent of an object's spans."""
     if _tracer() is not None:
         from opentelemetry import context
 
@@ -135,7 +136,7 @@ def remember(owner: Any) -> None:
 
 
 def traced_headers() -> dict[str, str]:
-    """Returns the headers of W3C Trace Context for the span that is open, if one is."""
+    """Returns headers of W3C Trace Context for the open span; empty without a span."""
     if _tracer() is None:
         return {}
     from opentelemetry.trace.propagation.tracecontext import (
@@ -150,7 +151,7 @@ def traced_headers() -> dict[str, str]:
 def continuing(
     headers: Mapping[str, str], call: Callable[[], Awaitable[T]]
 ) -> Callable[[], Awaitable[T]]:
-    """Returns a call whose spans belong to the one that a client's headers name."""
+    """Returns a call whose spans have the parent named in a client's headers."""
     if TRACEPARENT not in headers or _tracer() is None:
         return call
     from opentelemetry import context
@@ -158,7 +159,7 @@ def continuing(
         TraceContextTextMapPropagator,
     )
 
-    # Names of headers are in any case.
+    # Header names are case-insensitive.
     lowered = {name.lower(): value for name, value in headers.items()}
     parent = TraceContextTextMapPropagator().extract(lowered)
 
