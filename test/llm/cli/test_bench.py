@@ -23,7 +23,7 @@ from torchrl_sglang.cli.bench.generation import (
     make_prompts,
     measure_throughput,
 )
-from torchrl_sglang.cli.bench.models import BUILT_IN, SHAPES, Load, save_model
+from torchrl_sglang.cli.bench.models import BUILT_IN, SMALL_MODELS, Load, save_model
 from torchrl_sglang.cli.bench.timing import percentile
 from torchrl_sglang.cli.bench.transfer import limit_of_gloo
 from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
@@ -243,7 +243,7 @@ def test_built_in_models(tmp_path, name):
     from transformers import AutoConfig, AutoTokenizer
 
     path, needed = save_model(name, tmp_path, device="cuda")
-    assert needed == ({"load_format": "dummy"} if name in SHAPES else {})
+    assert needed == ({} if name in SMALL_MODELS else {"load_format": "dummy"})
     assert str(AutoConfig.from_pretrained(path).dtype) == "torch.bfloat16"
     assert AutoTokenizer.from_pretrained(path).chat_template
 

@@ -39,7 +39,20 @@ SMALL_MODELS: dict[str, dict[str, Any]] = {
 }
 """Models with random weights."""
 
-BUILT_IN = (*SMALL_MODELS, *SHAPES)
+MIXTURE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "vocab_size": 151_936,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+"""A third of the layers of Qwen3-30B-A3B; the server makes up the weights."""
+
+BUILT_IN = (*SMALL_MODELS, *SHAPES, "moe")
 
 
 def option(default: int, text: str) -> Any:
@@ -52,7 +65,7 @@ def save_model(
 ) -> tuple[str, dict[str, Any]]:
     """Writes a built-in model; returns its folder and arguments of its server."""
     import torch
-    from transformers import Qwen2Config
+    from transformers import PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
     from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer, save_tiny_model
 
@@ -60,12 +73,15 @@ def save_model(
         # SGLang's kernels for GPUs take bfloat16.
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         return str(save_tiny_model(folder, **SMALL_MODELS[name], dtype=dtype)), {}
-    config = Qwen2Config(
-        **dict(zip(FIELDS, SHAPES[name], strict=True)),
-        architectures=["Qwen2ForCausalLM"],
-        max_position_embeddings=32_768,
-        dtype="bfloat16",
-    )
+    shared = {"max_position_embeddings": 32_768, "dtype": "bfloat16"}
+    config: PretrainedConfig
+    if name in SHAPES:
+        fields = dict(zip(FIELDS, SHAPES[name], strict=True))
+        config = Qwen2Config(**fields, **shared)
+        config.architectures = ["Qwen2ForCausalLM"]
+    else:
+        config = Qwen3MoeConfig(**MIXTURE, **shared)
+        config.architectures = ["Qwen3MoeForCausalLM"]
     config.save_pretrained(folder)
     make_tiny_tokenizer().save_pretrained(folder)
     return str(folder), {"load_format": "dummy"}

@@ -219,7 +219,7 @@ def test_questions_are_answered_beside_those_for_parameters():
     )
     assert (update, requests, failed, traced, kept) == (7, 2, 1, 1, 0)
     assert "".join(chr(int(letter)) for letter in text) == "no space"
-    state.kept = loader.OpenMemory(number=5, pid=1, pairs=[])
+    state.kept = loader.OpenMemory(number=5, pid=1, copies=loader.Copies())
     for number, kept in ((4, True), (5, False)):
         model.get_weights_by_name(f"{loader.QUESTION}/forget/{number}", 1)
         assert (state.kept is not None) == kept
@@ -234,7 +234,7 @@ def test_memory_is_not_kept_where_the_end_of_its_process_cannot_be_told():
         for known in (None, "1"):
             assert not loader._watch(sender.pid, known)
         assert loader._watch(sender.pid, began)
-        state.kept = loader.OpenMemory(number=1, pid=sender.pid, pairs=[])
+        state.kept = loader.OpenMemory(number=1, pid=sender.pid, copies=loader.Copies())
         (waiting,) = (t for t in threading.enumerate() if "-sender" in t.name)
         sender.kill()
         sender.wait(60)
@@ -259,8 +259,9 @@ def test_open_memory_is_read_again():
     specs = specs_of(tensors)
     model, state = Model(), loader.LoaderState()
     loader._apply(model, state, specs, list(tensors.values()))
-    pairs = [(tensors[spec[0]], step) for spec in specs for step in state.plans[spec]]
-    state.kept = loader.OpenMemory(number=3, pid=1, pairs=pairs)
+    pairs = loader._pairs(state, specs, list(tensors.values()))
+    copies = loader.join_copies(loader.make_copies(pairs))
+    state.kept = loader.OpenMemory(number=3, pid=1, copies=copies)
     for tensor in tensors.values():
         tensor.mul_(-0.5)
     loader._again(model, state, {"memory": 3}, torch.empty(0))
@@ -272,6 +273,42 @@ def test_open_memory_is_read_again():
     model.row.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
     with pytest.raises(LookupError, match="not open here any more"):
         loader._again(model, state, {"memory": 3}, torch.empty(0))
+
+
+class Mixture(nn.Module):
+    """Fuses two matrices of each expert, as SGLang's layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.fused = nn.Parameter(torch.zeros(3, 4, 6), requires_grad=False)
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            index, half = int(name[0]), 2 * (name[1:] == "up")
+            self.fused.data[index, half : half + 2].copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("parts", "runs"),
+    [(lambda trained: trained, 1), (lambda trained: trained.flip(0), 3)],
+    ids=["in-order", "reversed"],
+)
+def test_copies_that_lie_together_become_one(parts, runs):
+    trained = torch.randn(3, 4, 6)
+    served = parts(trained)
+    tensors = {f"{i}gate": trained[i, :2] for i in range(3)}
+    tensors |= {f"{i}up": trained[i, 2:] for i in range(3)}
+    if runs == 3:
+        tensors = {f"{2 - int(n[0])}{n[1:]}": each for n, each in tensors.items()}
+    specs = specs_of(tensors)
+    model, state = Mixture(), loader.LoaderState()
+    assert loader._prepare(model, state, specs)
+    pairs = loader._pairs(state, specs, list(tensors.values()))
+    copies = loader.join_copies(loader.make_copies(pairs))
+    ((targets, sources),) = copies.grouped.values()
+    assert len(targets) == len(sources) == runs
+    copies.run()
+    assert model.fused.equal(served)
 
 
 class Broadcast:

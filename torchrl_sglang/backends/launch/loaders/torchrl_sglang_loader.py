@@ -24,7 +24,7 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 QUESTION = "torchrl_sglang_loader"
 """Beginning of the names that are questions to this module, not parameters."""
-
-SMALL_BYTES = 1 << 20
-"""Smaller tensors are copied by one kernel for many."""
 
 GUARD_SECONDS = 0.5
 """Interval between looks at broadcasts that have not ended."""
@@ -249,8 +246,8 @@ class OpenMemory:
     """Number that the sender has given it."""
     pid: int
     """The sender's process."""
-    pairs: list[tuple[torch.Tensor, CopyStep]]
-    """Its tensors, and the steps that read them."""
+    copies: Copies
+    """Copies from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -377,6 +374,15 @@ def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
     return True
 
 
+def _pairs(
+    state: LoaderState, specs: Sequence[Spec], tensors: Sequence[torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, CopyStep]]:
+    """Yields the steps of tensors that have a plan, each with its tensor."""
+    for spec, tensor in zip(specs, tensors, strict=True):
+        for step in state.plans[spec]:
+            yield tensor, step
+
+
 def _apply(
     model: Any,
     state: LoaderState,
@@ -385,35 +391,82 @@ def _apply(
 ) -> None:
     """Loads tensors, by their plans if there are any."""
     if _prepare(model, state, specs):
-        run(
-            (tensor, step)
-            for spec, tensor in zip(specs, tensors, strict=True)
-            for step in state.plans[spec]
-        )
+        make_copies(_pairs(state, specs, tensors)).run()
     else:
         names = (name for name, _, _ in specs)
         model.load_weights(list(zip(names, tensors, strict=True)))
 
 
-def run(pairs: Iterator[tuple[torch.Tensor, CopyStep]] | list[Any]) -> None:
-    """Makes copies; small ones together."""
-    targets: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+@dataclass(slots=True)
+class Copies:
+    """Copies that are ready to run, again and again."""
+
+    fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
+    """Parts of parameters, and the values that fill them."""
+    grouped: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
+        default_factory=dict
+    )
+    """Targets and sources of runs of memory that one kernel copies, by their types."""
+    single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    """Other targets and sources."""
+
+    def run(self) -> None:
+        """Copies all."""
+        for target, value in self.fills:
+            target.fill_(value)
+        for target, source in self.single:
+            target.copy_(source, non_blocking=True)
+        for targets, sources in self.grouped.values():
+            torch._foreach_copy_(targets, sources)
+
+
+def make_copies(pairs: Iterable[tuple[torch.Tensor, CopyStep]]) -> Copies:
+    """Returns the copies of steps, each with the tensor that it reads."""
+    copies = Copies()
     for tensor, step in pairs:
         target = step.target
         if step.fill is not None:
-            target.fill_(step.fill)
+            copies.fills.append((target, step.fill))
             continue
         source = step.source(tensor)
         flat = target.dim() == 1 and step.stride == (1,)
-        small = target.numel() * target.itemsize < SMALL_BYTES
-        if flat and small and source.device == target.device:
-            group = targets.setdefault((target.dtype, source.dtype), ([], []))
-            group[0].append(target)
-            group[1].append(source)
+        if flat and source.device == target.device:
+            key = (target.dtype, source.dtype)
+            targets, sources = copies.grouped.setdefault(key, ([], []))
+            targets.append(target)
+            sources.append(source)
         else:
-            target.copy_(source, non_blocking=True)
-    for some, others in targets.values():
-        torch._foreach_copy_(some, others)
+            copies.single.append((target, source))
+    return copies
+
+
+def join_copies(copies: Copies) -> Copies:
+    """Returns the same copies; those that lie together in memory become one."""
+    joined = Copies(fills=copies.fills, single=copies.single)
+    for key, (targets, sources) in copies.grouped.items():
+        runs: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        pairs = zip(targets, sources, strict=True)
+        for pair in sorted(pairs, key=lambda pair: pair[1].data_ptr()):
+            if runs and all(map(_follows, pair, runs[-1][-1])):
+                runs[-1].append(pair)
+            else:
+                runs.append([pair])
+        joined.grouped[key] = (
+            [_join([target for target, _ in run]) for run in runs],
+            [_join([source for _, source in run]) for run in runs],
+        )
+    return joined
+
+
+def _follows(tensor: torch.Tensor, previous: torch.Tensor) -> bool:
+    """Returns whether a flat tensor begins where the previous one ends."""
+    same = tensor.untyped_storage()._cdata == previous.untyped_storage()._cdata
+    return same and tensor.storage_offset() == previous.storage_offset() + len(previous)
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Returns one view of flat tensors that follow each other."""
+    return tensors[0].as_strided((sum(map(len, tensors)),), (1,))
 
 
 def _specs(order: Any) -> list[Spec]:
@@ -453,12 +506,8 @@ def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> 
         return
     _apply(model, state, specs, tensors)
     if not state.untraced and _watch(order["pid"], order["began"]):
-        pairs = [
-            (tensor, step)
-            for spec, tensor in zip(specs, tensors, strict=True)
-            for step in state.plans[spec]
-        ]
-        state.kept = OpenMemory(number=order["memory"], pid=order["pid"], pairs=pairs)
+        copies = join_copies(make_copies(_pairs(state, specs, tensors)))
+        state.kept = OpenMemory(order["memory"], order["pid"], copies)
 
 
 def _again(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
@@ -467,7 +516,7 @@ def _again(model: Any, state: LoaderState, order: Any, content: torch.Tensor) ->
     valid = all(place.is_valid() for place in state.places.values())
     if kept is None or kept.number != order["memory"] or not valid:
         raise LookupError("the sender's memory is not open here any more")
-    run(kept.pairs)
+    kept.copies.run()
 
 
 def _rebuild(
