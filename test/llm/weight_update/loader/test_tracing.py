@@ -260,7 +260,7 @@ def test_open_memory_is_read_again():
     model, state = Model(), loader.LoaderState()
     loader._apply(model, state, specs, list(tensors.values()))
     pairs = loader._pairs(state, specs, list(tensors.values()))
-    copies = loader.join_copies(loader.make_copies(pairs))
+    copies = loader.make_copies(loader.join_steps(pairs))
     state.kept = loader.OpenMemory(number=3, pid=1, copies=copies)
     for tensor in tensors.values():
         tensor.mul_(-0.5)
@@ -304,11 +304,28 @@ def test_copies_that_lie_together_become_one(parts, runs):
     model, state = Mixture(), loader.LoaderState()
     assert loader._prepare(model, state, specs)
     pairs = loader._pairs(state, specs, list(tensors.values()))
-    copies = loader.join_copies(loader.make_copies(pairs))
+    copies = loader.make_copies(loader.join_steps(pairs))
     ((targets, sources),) = copies.grouped.values()
     assert len(targets) == len(sources) == runs
     copies.run()
     assert model.fused.equal(served)
+
+
+def test_a_run_of_bytes_is_loaded_wherever_it_lies():
+    tensors = weights()
+    specs = specs_of(tensors)
+    model, state = Model(), loader.LoaderState()
+    for offset in (0, 8):
+        for tensor in tensors.values():
+            tensor.mul_(-0.5)
+        flat = torch.cat(
+            [each.reshape(-1).view(torch.uint8) for each in tensors.values()]
+        )
+        elsewhere = torch.zeros(len(flat) + offset, dtype=torch.uint8)[offset:]
+        loader._load_flat(model, state, specs, elsewhere.copy_(flat))
+        expected = Model()
+        expected.load_weights(tensors.items())
+        assert same(values(model), values(expected))
 
 
 class Broadcast:
