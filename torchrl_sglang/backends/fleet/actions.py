@@ -30,14 +30,14 @@ class Tell(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailRequests(Action):
-    """Fail what waits for a server at this address: nobody may close connections."""
+    """Fail requests that wait for this address: its connections may stay open."""
 
     url: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recall(Action):
-    """Take back what the router sent, if this server's machine may be gone."""
+    """Resend the router's requests if the machine of this server may be gone."""
 
     handle: ServerHandle | None
     """``None``: a server of another owner."""
@@ -45,7 +45,7 @@ class Recall(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Publish(Action):
-    """Tell copies of the engine where its servers run."""
+    """Publish the current server addresses for copies of the engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,12 +57,12 @@ class Stop(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll(Action):
-    """Ask the servers that are out of rotation or suspected."""
+    """Poll the servers that are out of rotation or suspected."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Confirm(Action):
-    """Ask the servers that serve before this one counts as current."""
+    """Poll the serving servers before this server counts as current."""
 
     rank: int
 

@@ -1,4 +1,4 @@
-"""Asks servers for their LoRA adapters, loads and drops them.
+"""Lists, loads and drops the LoRA adapters of servers.
 
 Each engine object loads an adapter into all servers, so they hold the truth.
 """
@@ -29,10 +29,10 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities
 
 DISCOVERY_SECONDS = 1.0
-"""Interval between looks for adapters that other engine objects loaded."""
+"""Interval between discoveries of adapters that other engine objects loaded."""
 
 MOST_ASKED = 16
-"""Servers that are asked in each look; up to so many, all are."""
+"""Number of servers that are polled per discovery."""
 
 UNLOAD_SECONDS = 60.0
 """Timeout for servers to drop an adapter."""
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 async def _answer(call: Awaitable[T], default: T) -> T:
-    """Returns a server's answer, or the default where it gives none."""
+    """Returns a server's answer, or the default on an error."""
     try:
         return await call
     except SGLangError as error:
@@ -56,7 +56,7 @@ class AdapterCalls:
         self._http = http
         self.capabilities = capabilities
         self._looked_at = -math.inf
-        # Place of the server that is asked next.
+        # Position of the server that is polled next.
         self._next = 0
 
     def _control(self, fleet: Fleet) -> ControlPlane:
@@ -65,10 +65,10 @@ class AdapterCalls:
     # Looking.
 
     async def discover_changes(self, fleet: Fleet, *, after: float = 0.0) -> None:
-        """Discovers adapters if one of a few servers, in turn, holds other ones.
+        """Discovers adapters if one of a few servers, in turn, holds others.
 
-        Not in the first seconds ``after`` the last look. A request that a server
-        refuses for want of an adapter leads to a discovery, too.
+        Skipped within ``after`` seconds of the last discovery. A request that a server
+        refuses for a missing adapter triggers a discovery, too.
         """
         if time.monotonic() - self._looked_at < after:
             return
@@ -84,38 +84,38 @@ class AdapterCalls:
         await self.discover(fleet)
 
     async def discover(self, fleet: Fleet) -> None:
-        """Finds the adapters that any engine object has loaded."""
+        """Discovers the adapters of all engine objects."""
         self._looked_at = time.monotonic()
-        before = fleet.state.adapters
+        previous = fleet.state.adapters
         held = await self.ask(fleet, _serving(fleet))
-        for rank in [r for r in held if before.names - before.dropped - held[r]]:
+        for rank in [r for r in held if previous.names - previous.dropped - held[r]]:
             replica = fleet.state.find(rank)
             if replica is None or await self._is_restarted(fleet, replica):
-                # It gets no requests until it holds them again.
+                # Stale until its adapters are reloaded.
                 del held[rank]
         version = ""
-        found = before.find(held, fleet.weights.version) if held else before.wanted
-        if not before.wanted.keys() <= found.keys():
-            urls = [each.url for each in fleet.replicas if each.rank in held]
-            asked = self._control(fleet).weight_versions(urls=urls)
-            version = max(["", *await _answer(asked, [])], key=version_order)
-        fleet.apply(AdaptersListed(before=before.wanted, held=held, version=version))
+        loads = previous.find(held, fleet.weights.version) if held else previous.wanted
+        if not previous.wanted.keys() <= loads.keys():
+            urls = [r.url for r in fleet.replicas if r.rank in held]
+            versions = self._control(fleet).weight_versions(urls=urls)
+            version = max(["", *await _answer(versions, [])], key=version_order)
+        fleet.apply(AdaptersListed(before=previous.wanted, held=held, version=version))
 
     async def ask(
         self, fleet: Fleet, replicas: Sequence[Replica]
     ) -> dict[int, frozenset[str]]:
-        """Returns rank -> what a server holds; those without an answer are left out."""
-        found: dict[int, frozenset[str]] = {}
+        """Returns rank -> adapters that a server holds, without unreachable servers."""
+        holdings: dict[int, frozenset[str]] = {}
         control = self._control(fleet)
 
         async def ask(replica: Replica) -> None:
-            for each in await _answer(control.adapters(urls=[replica.url]), []):
-                held = found[replica.rank] = frozenset(each)
+            for names in await _answer(control.adapters(urls=[replica.url]), []):
+                held = holdings[replica.rank] = frozenset(names)
                 change = partial(Replica.holding, adapters=held, since=replica)
                 fleet.learn(replica, change)
 
         await fan_out(ask, replicas)
-        return found
+        return holdings
 
     async def _is_restarted(self, fleet: Fleet, replica: Replica) -> bool:
         """Takes a server that lacks adapters out of rotation if it was restarted."""
@@ -130,7 +130,7 @@ class AdapterCalls:
     async def load(self, fleet: Fleet, action: LoadAdapter) -> None:
         """Loads an adapter into servers."""
         adapter, content = action.adapter.adapter, action.adapter.content
-        sent = {replica.url: replica for replica in action.servers}
+        targets = {replica.url: replica for replica in action.servers}
         outcomes: dict[str, SGLangError | None] = {}
         if content is not None:
             try:
@@ -141,24 +141,24 @@ class AdapterCalls:
                     config=content.config,
                     pinned=adapter.pinned,
                     timeout=action.timeout,
-                    urls=list(sent),
+                    urls=list(targets),
                 )
             except SGLangError as error:
-                outcomes = dict.fromkeys(sent, error)
+                outcomes = dict.fromkeys(targets, error)
         fleet.notice_deaths()
-        for url, asked in sent.items():
+        for url, target in targets.items():
             sent_as, answer = adapter.served_as, outcomes.get(url)
-            fleet.apply(AdapterSent(asked=asked, served_as=sent_as, error=answer))
+            fleet.apply(AdapterSent(asked=target, served_as=sent_as, error=answer))
 
     async def drop(self, fleet: Fleet, action: DropAdapter) -> None:
         """Has every server drop an adapter."""
-        kept = await self.unload(fleet, action.served_as, UNLOAD_SECONDS)
-        fleet.apply(AdapterDropped(served_as=action.served_as, kept=kept))
+        errors = await self.unload(fleet, action.served_as, UNLOAD_SECONDS)
+        fleet.apply(AdapterDropped(served_as=action.served_as, kept=errors))
 
     async def unload(
         self, fleet: Fleet, served_as: str, timeout: float
     ) -> dict[str, SGLangError]:
-        """Tells every server to drop an adapter; returns why some may still hold it."""
+        """Unloads an adapter from every server; returns the errors by address."""
         control = self._control(fleet)
         outcomes = await control.unload_lora_adapter(served_as, timeout=timeout)
         return {
@@ -170,4 +170,4 @@ class AdapterCalls:
 
 
 def _serving(fleet: Fleet) -> list[Replica]:
-    return [each for each in fleet.replicas if each.state == "serving"]
+    return [replica for replica in fleet.replicas if replica.state == "serving"]

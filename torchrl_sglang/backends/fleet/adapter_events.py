@@ -1,8 +1,8 @@
-"""What follows when something happens to a LoRA adapter. Pure: see :func:`.reconcile`.
+"""Events of LoRA adapters, as pure transitions of the fleet; see :func:`.reconcile`.
 
-One adapter at a time is loaded, first those go that are in its way, and requests use it
-when every server has it. A server that was started again is given what it lacks before
-it serves.
+Adapters are loaded in turn. Retired loads that block a new load are dropped first, and
+requests use an adapter when every server has it. A restarted server reloads its missing
+adapters before it serves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LOAD_SECONDS = 120.0
 """Default timeout for loading an adapter, the wait for space included."""
 
 
-# What is done next.
+# Next steps.
 
 
 def advance(step: Step) -> None:
-    """Goes on with what is being loaded, and drops what can be dropped now."""
+    """Continues the current load, and drops retired loads that are no longer in use."""
     loading = step.state.adapters.loading
     if step.state.closed:
         return
@@ -60,11 +60,11 @@ def _advance_load(step: Step, loading: Loading) -> None:
         if in_the_way or full is not None:
             return
     lacking = [r for r in state.running if served_as not in r.held_adapters]
-    asked = [r for r in lacking if (r.rank, served_as) not in state.adapters.sending]
-    if asked:
+    targets = [r for r in lacking if (r.rank, served_as) not in state.adapters.sending]
+    if targets:
         loading = replace(loading, sent=True)
         step.set(adapters=replace(step.state.adapters, loading=loading))
-        _send(step, loading.new, asked, loading.until - step.now)
+        _send(step, loading.new, targets, loading.until - step.now)
     elif state.running and not state.adapters.is_sent(served_as):
         _finish_load(step, loading)
 
@@ -83,14 +83,14 @@ def _send(
     step: Step, adapter: DesiredAdapter, servers: list[Replica], timeout: float
 ) -> None:
     adapters = step.state.adapters
-    sent = ((replica.rank, adapter.served_as) for replica in servers)
-    step.set(adapters=replace(adapters, sending=adapters.sending.union(sent)))
+    pairs = ((replica.rank, adapter.served_as) for replica in servers)
+    step.set(adapters=replace(adapters, sending=adapters.sending.union(pairs)))
     timeout = max(timeout, 0.1)
     step.do(LoadAdapter(adapter=adapter, servers=tuple(servers), timeout=timeout))
 
 
 def _finish_load(step: Step, loading: Loading) -> None:
-    """Makes an adapter that every server has the one that requests use."""
+    """Makes a fully loaded adapter the current adapter of its name."""
     adapters, new = step.state.adapters, loading.new
     adapters = replace(adapters, loading=None)
     adapters = adapters.adopt({**adapters.wanted, new.adapter.name: new})
@@ -107,7 +107,7 @@ def _retire(
 
 
 def catch_up_with(step: Step, replica: Replica, version: str) -> None:
-    """Has the first server that runs again say which adapters were replaced."""
+    """Adopts the adapters of the first restarted server: they show replaced loads."""
     adapters = step.state.adapters
     if step.state.misses_adapters(replica) and not step.state.serving:
         held = replica.held_adapters - adapters.ignored
@@ -115,32 +115,33 @@ def catch_up_with(step: Step, replica: Replica, version: str) -> None:
 
 
 def give_wanted(step: Step, rank: int) -> None:
-    """Has a server that was started again load one adapter that it lacks."""
+    """Reloads the next missing adapter into a restarted server."""
     state, replica = step.state, step.state.find(rank)
     busy = any(rank == sent_to for sent_to, _ in state.adapters.sending)
     if replica is None or state.closed or busy or not state.misses_adapters(replica):
         return
-    for each in state.adapters.wanted.values():
+    for adapter in state.adapters.wanted.values():
         # The engine object that loaded another one loads it again.
-        if each.content is not None and each.served_as not in replica.held_adapters:
-            _send(step, each, [replica], LOAD_SECONDS)
+        lacks = adapter.served_as not in replica.held_adapters
+        if adapter.content is not None and lacks:
+            _send(step, adapter, [replica], LOAD_SECONDS)
             return
 
 
 def _older_loads(state: FleetState, name: str, number: int) -> list[str]:
-    """Returns older loads of an adapter, the oldest first, that could be dropped.
+    """Returns droppable older loads of an adapter, the oldest first.
 
-    A trainer that was killed has left the loads that it replaced to the next one.
+    They include loads that a killed trainer replaced and did not drop.
     """
-    held = (each.held_adapters for each in state.replicas if each.state == "serving")
+    loads = (r.held_adapters for r in state.replicas if r.state == "serving")
     loading = state.adapters.loading
     busy = {*state.adapters.retiring, loading.new.served_as if loading else ""}
     return [
-        each
-        for each in sorted({*chain(*held)}, key=load_number)
-        if parse_served_name(each).name == name
-        and each not in busy
-        and load_number(each) < number
+        name_on_server
+        for name_on_server in sorted({*chain(*loads)}, key=load_number)
+        if parse_served_name(name_on_server).name == name
+        and name_on_server not in busy
+        and load_number(name_on_server) < number
     ]
 
 
@@ -149,7 +150,7 @@ def _older_loads(state: FleetState, name: str, number: int) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterOffered(Event):
-    """A caller has an adapter for every server; what they hold was asked before."""
+    """A caller offers an adapter for every server, after a discovery."""
 
     loading: Loading
 
@@ -163,7 +164,7 @@ class AdapterOffered(Event):
         if adapter.name in adapters.wanted:
             replaced |= {adapters.wanted[adapter.name].served_as}
         if adapter.pinned:
-            # Servers do not say which are pinned; assume the same of older loads.
+            # Servers do not report pinned loads; assume older loads are pinned as well.
             adapters = replace(adapters, pinned=adapters.pinned.union(older))
         loading = replace(self.loading, replaces=replaced)
         adapters = replace(adapters, loading=loading)
@@ -173,18 +174,18 @@ class AdapterOffered(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSent(Event):
-    """A server has taken an adapter, or not."""
+    """A load of an adapter into a server has ended."""
 
     asked: Replica
-    """The server as it was when it was sent it."""
+    """The server's state when the load began."""
     served_as: str
     error: SGLangError | None = None
 
     def _apply(self, step: Step) -> None:
-        adapters, sent = step.state.adapters, (self.asked.rank, self.served_as)
-        if sent not in adapters.sending:
+        adapters, key = step.state.adapters, (self.asked.rank, self.served_as)
+        if key not in adapters.sending:
             return
-        step.set(adapters=replace(adapters, sending=adapters.sending - {sent}))
+        step.set(adapters=replace(adapters, sending=adapters.sending - {key}))
         replica = step.same_start(self.asked)
         if replica is not None and self.error is None:
             step.put(replica.with_adapter(self.served_as))
@@ -210,7 +211,7 @@ class AdapterSent(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterGivenUp(Event):
-    """The caller waits no more for an adapter; servers that have it drop it."""
+    """The caller's wait for an adapter has ended; servers drop an incomplete load."""
 
     served_as: str
 
@@ -233,44 +234,44 @@ class AdapterUnwanted(Event):
         adapters = step.state.adapters
         if self.name not in adapters.wanted:
             return
-        own = adapters.wanted[self.name]
+        adapter = adapters.wanted[self.name]
         # Otherwise other processes would discover an older load as the current one.
-        older = _older_loads(step.state, self.name, own.number)
+        older = _older_loads(step.state, self.name, adapter.number)
         linger = [
             n for n in adapters.retiring if parse_served_name(n).name == self.name
         ]
-        adapters = adapters.without([own.served_as]).hurry(linger, step.now)
-        _retire(step, adapters, frozenset({own.served_as, *older}), step.now)
+        adapters = adapters.without([adapter.served_as]).hurry(linger, step.now)
+        _retire(step, adapters, frozenset({adapter.served_as, *older}), step.now)
         advance(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDropped(Event):
-    """Servers were told to drop an adapter."""
+    """Servers have been requested to drop an adapter."""
 
     served_as: str
     kept: Mapping[str, SGLangError]
-    """Address of a server that may still hold it -> why."""
+    """Address of a server that may still hold it -> error."""
 
     def _apply(self, step: Step) -> None:
         adapters, gone = step.state.adapters, self.served_as
         if gone not in adapters.retiring:
             return
-        retiring = {n: each for n, each in adapters.retiring.items() if n != gone}
+        retiring = {n: load for n, load in adapters.retiring.items() if n != gone}
         step.set(adapters=replace(adapters, retiring=retiring))
         step.state = step.state.without_adapters({gone}, kept=self.kept)
-        for why in self.kept.values():
-            step.do(Tell(text=f"The LoRA adapter {gone!r} was not dropped: {why}"))
+        for error in self.kept.values():
+            step.do(Tell(text=f"The LoRA adapter {gone!r} was not dropped: {error}"))
         advance(step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterUsed(Event):
-    """A request has begun to use an adapter, or has ended."""
+    """A request has begun or ended its use of an adapter."""
 
     served_as: str
     by: int
-    """1, or -1 for one that has ended."""
+    """Change of the number of users: 1 or -1."""
 
     def _apply(self, step: Step) -> None:
         adapters, served_as = step.state.adapters, self.served_as
@@ -285,27 +286,26 @@ class AdapterUsed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptersListed(Event):
-    """Servers have said what they hold; any engine object may have loaded it."""
+    """A discovery has listed the adapters of servers, loaded by any engine object."""
 
     before: Mapping[str, DesiredAdapter]
-    """The wanted adapters when they were asked; if this engine object has loaded or
-    dropped one meanwhile, it knows better."""
+    """The wanted adapters before the discovery; a later load or drop by this engine
+    object invalidates it."""
     held: Mapping[int, frozenset[str]]
     """Rank -> adapters that a server holds."""
     version: str = ""
-    """Newest version of whole weights that they have; ``""``: not asked."""
+    """Newest version of whole weights on the servers; ``""``: not queried."""
 
     def _apply(self, step: Step) -> None:
         adapters = step.state.adapters
         if not self.held or adapters.wanted is not self.before:
             return
         base = step.state.weights.version
-        found = adapters.find(self.held, base)
+        loads = adapters.find(self.held, base)
         version = max(self.version, base, key=version_order)
-        for name, own in self.before.items():
-            # An adapter that this object loaded stays wanted, unless whole weights
-            # replaced it.
-            own_load = own.content is not None and not own.is_replaced(version)
-            if name not in found and own_load:
-                found[name] = own
-        step.set(adapters=replace(adapters.adopt(found), seen=self.held))
+        for name, adapter in self.before.items():
+            # An adapter of this object stays wanted unless whole weights replaced it.
+            own_load = adapter.content is not None and not adapter.is_replaced(version)
+            if name not in loads and own_load:
+                loads[name] = adapter
+        step.set(adapters=replace(adapters.adopt(loads), seen=self.held))

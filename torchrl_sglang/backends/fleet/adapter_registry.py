@@ -1,7 +1,7 @@
 """Loads LoRA adapters into every server, and lets requests select them by name.
 
-Each call tells the fleet what a caller wants and waits for what comes of it: see
-``adapters`` for what is known, and ``adapter_events`` for what follows from it.
+Each call applies an event to the fleet and waits for its outcome: see ``adapters`` for
+the state, and ``adapter_events`` for the transitions.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Adapter
 
 OUTCOME_SECONDS = 1.0
-"""How much later than its timeout the outcome of a call to a server may be known."""
+"""Extra time for the outcome of a call after the call's own timeout."""
 
 WITHDRAW_SECONDS = 3.0
 """Longest wait for servers to drop published adapters."""
 
 ABORT_POLL_SECONDS = 0.2
-"""Interval between aborts of requests that keep servers from dropping an adapter."""
+"""Interval between aborts of requests that use an adapter which is being dropped."""
 
 CLOSE_SECONDS = 2.0
 """Timeout for dropping replaced adapters when an engine is shut down."""
@@ -71,7 +71,7 @@ _DROPPED = re.compile(
     r"Failed to implicitly load LoRA adapter|requested LoRA adapters are not loaded"
     r"|LoRA adapter that has never been loaded"
 )
-"""How servers refuse a request whose adapter was dropped, or lost in a restart."""
+"""Refusals of a request whose adapter was dropped, or lost in a restart."""
 
 
 def no_lora_error() -> UnsupportedByServerError:
@@ -107,7 +107,7 @@ class AdapterRegistry:
     @property
     def table(self) -> dict[str, Adapter]:
         """Name -> adapter that requests can select."""
-        return {name: each.adapter for name, each in self._known.wanted.items()}
+        return {name: adapter.adapter for name, adapter in self._known.wanted.items()}
 
     @property
     def default(self) -> str | None:
@@ -123,7 +123,7 @@ class AdapterRegistry:
         self._fleet.change_adapters(lambda now: replace(now, default=name or None))
 
     def check_new(self, name: str, version: str | None) -> None:
-        """Checks the name and the version of an adapter that is to be loaded."""
+        """Checks the name and the version of a new adapter."""
         check_name(name)
         if version is not None and not (
             isinstance(version, str) and re.fullmatch(r"[^#\s]+", version)
@@ -136,28 +136,28 @@ class AdapterRegistry:
             raise no_lora_error()
 
     def check(self, names: Sequence[str | None]) -> None:
-        """Checks that the adapters that requests select are loaded."""
+        """Checks that the selected adapters are loaded."""
         for name in dict.fromkeys(names):
             self._select(name)
 
     def _select(self, name: str | None) -> Adapter | None:
         """Returns the adapter that a request selects."""
-        known = self._known
-        selected = known.default if name is None else name
+        state = self._known
+        selected = state.default if name is None else name
         if not selected:
             return None
-        if selected not in known.wanted:
-            loaded = ", ".join(map(repr, sorted(known.wanted))) or "none"
+        if selected not in state.wanted:
+            loaded = ", ".join(map(repr, sorted(state.wanted))) or "none"
             raise ConfigurationError(
                 f"There is no LoRA adapter {selected!r} on the servers; loaded: "
                 f"{loaded}. Load it with engine.load_adapter({selected!r}, ...)."
             )
-        return known.wanted[selected].adapter
+        return state.wanted[selected].adapter
 
     # Requests, on the background loop.
 
     async def refresh(self, names: Sequence[str | None]) -> None:
-        """Discovers adapters now and then, and checks what requests select."""
+        """Discovers adapters periodically, and checks the selected adapters."""
         if not self._capabilities.has_lora:
             if any(names):
                 raise no_lora_error()
@@ -170,11 +170,11 @@ class AdapterRegistry:
             self.check(names)
 
     async def missed(self, error: RequestRefusedError) -> bool:
-        """Discovers adapters if a server lacked a request's; returns if it did."""
-        found = _DROPPED.search(str(error)) is not None
-        if found:
+        """Discovers adapters if a server refused a request for a missing adapter."""
+        is_missing = _DROPPED.search(str(error)) is not None
+        if is_missing:
             await self._calls.discover(self._fleet)
-        return found
+        return is_missing
 
     @contextmanager
     def used(self, name: str | None) -> Iterator[Adapter | None]:
@@ -241,9 +241,9 @@ class AdapterRegistry:
             await fleet.until(_load_ended, deadline + OUTCOME_SECONDS)
             if self._known.loading is not None:
                 cause = self._known.loading.error
-                why = self._why_not_loaded(fleet.state)
+                reason = self._why_not_loaded(fleet.state)
                 # An error that is its own cause has no end.
-                raise why from None if why is cause else cause
+                raise reason from None if reason is cause else cause
         finally:
             # Changes nothing if it was loaded.
             fleet.apply(AdapterGivenUp(served_as=new.served_as))
@@ -257,22 +257,22 @@ class AdapterRegistry:
         name, error = loading.new.adapter.name, loading.error
         if isinstance(error, RequestRefusedError):
             names = ("max_lora_rank", "lora_target_modules", "max_loras_per_batch")
-            told = ", ".join(f"{each}={getattr(args, each)}" for each in names)
+            settings = ", ".join(f"{key}={getattr(args, key)}" for key in names)
             return ConfigurationError(
                 f"The LoRA adapter {name!r} was refused: {error} The servers have "
-                f"{told}; start them with others, or load another adapter. Requests "
-                f"use what they used before."
+                f"{settings}; start them with others, or load another adapter. "
+                f"Requests use what they used before."
             )
         if error is not None:
             return error
         if loading.full is not None:
-            others = ", ".join(sorted(state.adapters.wanted)) or "those of other users"
+            loaded = ", ".join(sorted(state.adapters.wanted)) or "other users' adapters"
             return ConfigurationError(
                 f"There is no room for the LoRA adapter {name!r}: the servers hold "
                 f"{loading.full} and take max_loaded_loras={loading.most_loaded}, and "
                 f"one that is replaced stays until its last request has ended. Start "
                 f"them with max_loaded_loras={loading.full + 1}, or unload one of "
-                f"{others}."
+                f"{loaded}."
             )
         return ServerTimeoutError(
             f"The LoRA adapter {name!r} was not loaded before the timeout; requests "
@@ -304,11 +304,11 @@ class AdapterRegistry:
 
             def is_dropped(state: FleetState) -> bool:
                 now = state.adapters
-                left = (n for n in now.retiring if parse_served_name(n).name == name)
-                return state.closed or all(each in now.users for each in left)
+                loads = (n for n in now.retiring if parse_served_name(n).name == name)
+                return state.closed or all(load in now.users for load in loads)
 
-            left = max(deadline, time.monotonic() + OUTCOME_SECONDS)
-            await fleet.until(is_dropped, left)
+            until = max(deadline, time.monotonic() + OUTCOME_SECONDS)
+            await fleet.until(is_dropped, until)
             if not is_dropped(fleet.state):
                 torchrl_logger.warning(
                     f"The LoRA adapter {name!r} was not dropped before the timeout; "
@@ -316,7 +316,7 @@ class AdapterRegistry:
                 )
 
     async def published(self, *, timeout: float) -> frozenset[str]:
-        """Returns the servers' names of adapters that requests use by default."""
+        """Returns the served names of published adapters, the default of requests."""
         if not self._capabilities.has_lora:
             return frozenset()
         held = await self._control.adapters(timeout=timeout)
@@ -325,8 +325,8 @@ class AdapterRegistry:
     async def withdraw(self, *, timeout: float) -> None:
         """Drops the published adapters, which whole weights replace.
 
-        Generation must be paused, not in place. Requests that were on their way to a
-        server at the pause are aborted.
+        Generation must be paused, not in place. Requests that reach a server after the
+        pause are aborted.
         """
         deadline = time.monotonic() + timeout
         names = await self.published(timeout=timeout)
@@ -343,27 +343,27 @@ class AdapterRegistry:
                     drops.result()
             finally:
                 drops.cancel()
-            left = names & await self.published(timeout=timeout)
-            if left:
+            remaining = names & await self.published(timeout=timeout)
+            if remaining:
                 raise RequestRefusedError(
                     f"Servers did not drop the LoRA adapters "
-                    f"{', '.join(sorted(left))}, which requests carry."
+                    f"{', '.join(sorted(remaining))}, which requests carry."
                 )
             self._fleet.change_adapters(lambda now: now.without(names))
             self._fleet.change(lambda now: now.without_adapters(names))
 
     async def _drop_now(self, names: Collection[str], timeout: float) -> None:
-        # The newest last: in some versions of SGLang, one whose requests were aborted
-        # in the queue counts as used for ever, and blocks the later ones.
+        # The newest last: in some versions of SGLang, an adapter whose requests were
+        # aborted in the queue counts as used forever, and blocks the later ones.
         for served_as in sorted(names, key=load_number):
-            kept = await self._calls.unload(self._fleet, served_as, timeout)
-            for error in kept.values():
+            errors = await self._calls.unload(self._fleet, served_as, timeout)
+            for error in errors.values():
                 raise error
 
     async def close(self) -> None:
         """Has servers that keep running drop replaced adapters."""
-        known = self._known
-        unused = [name for name in known.retiring if name not in known.users]
+        state = self._known
+        unused = [name for name in state.retiring if name not in state.users]
         if any(replica.handle is None for replica in self._fleet.replicas):
             calls, fleet = self._calls, self._fleet
             drops = (calls.unload(fleet, name, CLOSE_SECONDS) for name in unused)

@@ -1,14 +1,14 @@
-"""The LoRA adapters of one engine, as a part of the state of its fleet. Pure.
+"""The LoRA adapters of one engine, as a pure part of the state of its fleet.
 
-The *wanted* adapters are those that requests may select; each server's *held* ones are
-in :attr:`.Replica.held_adapters`. A name stays while its adapter is replaced: servers
-have another name for each load, so the new one is loaded beside the old one, requests
-in flight end with the old one, and they share no prefix-cache entry. Other engine
-objects, in any process, discover adapters by these names on the servers.
+Requests may select the *wanted* adapters; :attr:`.Replica.held_adapters` has the
+adapters that each server holds. A replacement keeps the adapter's name: each load has a
+served name of its own, so the new load is added beside the old one, requests in flight
+finish with the old one, and they share no prefix-cache entry. Other engine objects, in
+any process, discover adapters by their served names.
 
-A server that drops an adapter in use accepts no other adapter until then, and none at
-all while it is paused. So an adapter *retires* first: no new request uses it, and it is
-dropped after the last one that does.
+A server that drops an adapter in use accepts no other adapter until the drop has ended,
+and none at all while it is paused. So an adapter *retires* first: no new request uses
+it, and it is dropped after its last request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.types import Adapter
 
 LINGER_SECONDS = 5.0
-"""A replaced adapter is kept for so long, while there is space: engine objects in other
+"""Time that a replaced adapter is kept, while there is space: engine objects in other
 processes discover its replacement within a second."""
 
 DRAIN_SECONDS = 1800.0
@@ -47,7 +47,7 @@ class DesiredAdapter:
 
     @property
     def served_as(self) -> str:
-        """What the servers call this load."""
+        """Served name of this load."""
         return self.adapter.served_as
 
     @property
@@ -57,23 +57,25 @@ class DesiredAdapter:
 
     def is_replaced(self, version: str) -> bool:
         """Returns whether whole weights of this version replaced it."""
-        own = max(version_order(self.adapter.version or ""), version_order(self.base))
-        return is_published(self.adapter.served_as) and version_order(version) > own
+        newest = max(
+            version_order(self.adapter.version or ""), version_order(self.base)
+        )
+        return is_published(self.adapter.served_as) and version_order(version) > newest
 
 
 def served_names(wanted: Mapping[str, DesiredAdapter]) -> frozenset[str]:
-    """Returns the servers' names of adapters."""
-    return frozenset(each.adapter.served_as for each in wanted.values())
+    """Returns the served names of adapters."""
+    return frozenset(adapter.served_as for adapter in wanted.values())
 
 
 def newest_loads(served: Iterable[str], base: str) -> dict[str, DesiredAdapter]:
-    """Returns name -> newest load, of loads over whole weights of version ``base``."""
-    # The last one counts: the largest number, or else the first name.
+    """Returns name -> newest load, for loads on whole weights of version ``base``."""
+    # A later load replaces an earlier load: the largest number, else the first name.
     ordered = sorted(sorted(served, reverse=True), key=load_number)
     adapters = map(parse_served_name, ordered)
     return {
-        each.name: DesiredAdapter(adapter=each, content=None, base=base)
-        for each in adapters
+        load.name: DesiredAdapter(adapter=load, content=None, base=base)
+        for load in adapters
     }
 
 
@@ -86,101 +88,102 @@ def find_wanted(
     default: str | None,
     base: str,
 ) -> dict[str, DesiredAdapter]:
-    """Returns the adapters that requests may select, from what each server holds.
+    """Returns the adapters that requests may select, given the loads on each server.
 
     ``ignored`` are being loaded or dropped; ``latest`` is the newest load of each name.
     """
     # An adapter that some servers lack is being loaded or dropped.
     everywhere = set(held[0]).intersection(*held[1:]).difference(ignored)
-    found = {
-        name: each
-        for name, each in newest_loads(everywhere, base).items()
+    loads_by_name = {
+        name: load
+        for name, load in newest_loads(everywhere, base).items()
         # A replaced load may outlive its replacement.
-        if not 0 < each.number < latest.get(name, 0)
+        if not 0 < load.number < latest.get(name, 0)
     }
-    for name, own in before.items():
-        other = found.get(name)
+    for name, adapter in before.items():
+        other = loads_by_name.get(name)
         if other is None:
             # Without the default, requests would silently use the base model.
-            if name == default and any(own.adapter.served_as in each for each in held):
-                found[name] = own
-        elif other.adapter == own.adapter or (
-            own.content is not None and other.number <= own.number
+            served_as = adapter.served_as
+            if name == default and any(served_as in loads for loads in held):
+                loads_by_name[name] = adapter
+        elif other.adapter == adapter.adapter or (
+            adapter.content is not None and other.number <= adapter.number
         ):
-            found[name] = own
-    return found
+            loads_by_name[name] = adapter
+    return loads_by_name
 
 
 def catch_up(
     before: Mapping[str, DesiredAdapter], held: Iterable[str], version: str
 ) -> dict[str, DesiredAdapter]:
-    """Returns the adapters for the first server that runs again; newer loads win."""
+    """Returns the adapters for the first server after a restart; newer loads win."""
     newest = newest_loads(held, version)
-    found = {}
-    for name, own in before.items():
-        newer = newest.get(name, own)
-        if newer.number > own.number:
-            found[name] = newer
-        elif not own.is_replaced(version):
-            found[name] = own
-    return found
+    loads_by_name = {}
+    for name, adapter in before.items():
+        newer = newest.get(name, adapter)
+        if newer.number > adapter.number:
+            loads_by_name[name] = newer
+        elif not adapter.is_replaced(version):
+            loads_by_name[name] = adapter
+    return loads_by_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """An adapter that every server is being given; no request uses it before."""
+    """An adapter that is being loaded into every server; no request uses it before."""
 
     new: DesiredAdapter
     until: float
-    """When its caller gives up, on the monotonic clock."""
+    """Deadline of its caller, on the monotonic clock."""
     most_loaded: int | None = None
     """Most adapters that a server holds; ``None``: any number."""
     most_pinned: int | None = None
     """Most adapters that a server pins."""
     replaces: frozenset[str] = frozenset()
-    """Loads that retire when every server has this one."""
+    """Loads that retire when every server has the new load."""
     sent: bool = False
-    """Whether servers had room, and were sent it."""
+    """Whether it was sent to the servers, which had room."""
     full: int | None = None
-    """How many adapters the fullest server holds, if it has no room."""
+    """Number of adapters on the fullest server, if there is no room."""
     error: SGLangError | None = None
-    """Why a server did not take it."""
+    """Error of a server that refused it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retiring:
-    """An adapter that no new request uses, while servers hold it."""
+    """An adapter that servers still hold and no new request uses."""
 
     due: float
-    """When it is dropped if it is not in use, on the monotonic clock."""
+    """Earliest time of the drop if it is not in use, on the monotonic clock."""
     until: float
-    """When it is dropped although it is in use."""
+    """Latest time of the drop, even while it is in use."""
     dropping: bool = False
-    """Whether servers were told to drop it."""
+    """Whether servers have been requested to drop it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterState:
-    """What one engine knows of the adapters of its servers."""
+    """The LoRA adapters of one engine's servers."""
 
     wanted: Mapping[str, DesiredAdapter] = field(default_factory=dict)
     """Name -> adapter that requests may select."""
     default: str | None = None
     """Name of the adapter of requests that select none."""
     latest: Mapping[str, int] = field(default_factory=dict)
-    """Name -> number of its newest load that was ever found."""
+    """Name -> largest number of its loads so far."""
     seen: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """Rank of a server -> adapters that it held when all were last asked."""
+    """Rank of a server -> adapters that it held at the last full discovery."""
     loading: Loading | None = None
     sending: frozenset[tuple[int, str]] = frozenset()
-    """Ranks of servers, and the loads that they have been sent and not confirmed."""
+    """Rank of a server and load, for each load that has not been confirmed."""
     users: Mapping[str, int] = field(default_factory=dict)
     """Load -> number of requests that use it."""
     retiring: Mapping[str, Retiring] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
-    """Loads that this engine object never uses again; those that retire, too."""
+    """Loads that this engine object never uses again, the retiring ones included."""
     pinned: frozenset[str] = frozenset()
-    """Loads that servers keep among those that batches are computed with."""
+    """Loads that servers pin in the batch memory."""
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -189,19 +192,19 @@ class AdapterState:
 
     @property
     def can_reload(self) -> bool:
-        """Whether this engine object has loaded adapters that it can load again."""
-        return any(each.content is not None for each in self.wanted.values())
+        """Whether this engine object loaded some of the wanted adapters."""
+        return any(adapter.content is not None for adapter in self.wanted.values())
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Loads that no request may use, although servers hold them."""
+        """Loads that no request may use although servers hold them."""
         loading = [self.loading.new.served_as] if self.loading else []
         return self.dropped.union(loading)
 
     @property
     def lingers(self) -> bool:
-        """Whether time alone lets servers drop an adapter."""
-        waits = (name for name, each in self.retiring.items() if not each.dropping)
+        """Whether an unused adapter waits for its time to be dropped."""
+        waits = (name for name, load in self.retiring.items() if not load.dropping)
         return any(name not in self.users for name in waits)
 
     def is_sent(self, served_as: str) -> bool:
@@ -211,7 +214,7 @@ class AdapterState:
     def find(
         self, held: Mapping[int, frozenset[str]], base: str
     ) -> dict[str, DesiredAdapter]:
-        """Returns the adapters that requests may select, from what servers hold."""
+        """Returns the adapters that requests may select, given each server's loads."""
         return find_wanted(
             self.wanted,
             list(held.values()),
@@ -222,7 +225,7 @@ class AdapterState:
         )
 
     def adopt(self, found: Mapping[str, DesiredAdapter]) -> AdapterState:
-        """Makes these the wanted adapters; the newest published one is the default."""
+        """Replaces the wanted adapters; the newest published one is the default."""
         if found == self.wanted:
             return self
         new = set(filter(is_published, served_names(found) - self.names))
@@ -233,19 +236,19 @@ class AdapterState:
             # Another engine object dropped it, or whole weights replaced it.
             default = None
         numbers = {
-            name: max(self.latest.get(name, 0), each.number)
-            for name, each in found.items()
+            name: max(self.latest.get(name, 0), adapter.number)
+            for name, adapter in found.items()
         }
         latest = {**self.latest, **numbers}
         return replace(self, wanted=found, default=default, latest=latest)
 
     def without(self, dropped: Collection[str]) -> AdapterState:
-        """Returns the state without adapters that are dropped from now on."""
-        wanted = {n: w for n, w in self.wanted.items() if w.served_as not in dropped}
-        return replace(self.adopt(wanted), dropped=self.dropped.union(dropped))
+        """Returns the state without some loads, which are never used again."""
+        remaining = {n: w for n, w in self.wanted.items() if w.served_as not in dropped}
+        return replace(self.adopt(remaining), dropped=self.dropped.union(dropped))
 
     def retire(self, loads: Iterable[str], due: float) -> AdapterState:
-        """Returns the state when no new request uses some loads, dropped later."""
+        """Returns the state with some loads retiring; they are dropped at ``due``."""
         new = Retiring(due=due, until=due + DRAIN_SECONDS)
         retiring = {name: new for name in loads if name not in self.retiring}
         return replace(
@@ -255,26 +258,26 @@ class AdapterState:
         )
 
     def hurry(self, loads: Collection[str], now: float) -> AdapterState:
-        """Returns the state when retiring loads are dropped as soon as they can be."""
+        """Returns the state with retiring loads due now."""
         soon = {
-            name: replace(each, due=min(each.due, now)) if name in loads else each
-            for name, each in self.retiring.items()
+            name: replace(load, due=min(load.due, now)) if name in loads else load
+            for name, load in self.retiring.items()
         }
         return replace(self, retiring=soon)
 
     def due(self, now: float) -> list[str]:
-        """Returns the loads that servers are to be told to drop now."""
+        """Returns the retiring loads that servers have to drop now."""
         return [
             name
-            for name, each in self.retiring.items()
-            if not each.dropping
-            and now >= each.due
-            and (name not in self.users or now >= each.until)
+            for name, load in self.retiring.items()
+            if not load.dropping
+            and now >= load.due
+            and (name not in self.users or now >= load.until)
             and not self.is_sent(name)
         ]
 
     def in_another_process(self) -> AdapterState:
-        """Returns the state without what one process does, such as its requests."""
+        """Returns a copy without process-local state (loads in flight, users)."""
         return replace(
             self,
             loading=None,
@@ -285,6 +288,6 @@ class AdapterState:
         )
 
     def for_copy(self) -> AdapterState:
-        """Returns what a copy of the engine in another process needs to know."""
-        wanted = {n: replace(each, content=None) for n, each in self.wanted.items()}
-        return replace(AdapterState().adopt(wanted), default=self.default)
+        """Returns the state for a copy of the engine in another process."""
+        adapters = {n: replace(a, content=None) for n, a in self.wanted.items()}
+        return replace(AdapterState().adopt(adapters), default=self.default)

@@ -1,10 +1,11 @@
-"""Acts on the servers of an engine: starts those again that end or hang, among others.
+"""Supervises the servers of an engine, and restarts those that end or hang.
 
-One loop runs on the background loop while the engine holds the fleet. It observes the
-servers, hands what it sees to the fleet, and does what :func:`.reconcile` calls for. A
-server that keeps ending is given up. An engine that owns no server restarts none: its
-loop runs while a server is out of rotation, and polls it. It also runs while requests
-are in flight, so that those of a server that hangs go elsewhere.
+A task on the background loop runs while the engine holds the fleet. It polls the
+servers, applies the observations to the fleet, and executes the actions of
+:func:`.reconcile`. A server that keeps ending is given up. An engine that owns no
+server restarts none: its task runs while a server is out of rotation, and polls it. It
+also runs while requests are in flight, so that requests of a hanging server move
+elsewhere.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ from torchrl_sglang.types import ServerCapabilities
 H = TypeVar("H", ServerHandle, RouterHandle)
 
 ROUTER = "router"
-"""Key of the router among the ranks of servers that are started again."""
+"""Key of the router among the ranks of restarted servers."""
 
 ROUTER_CALLS = 8
-"""Most servers at once that a router adds or removes."""
+"""Largest number of concurrent calls that add servers to a router or remove them."""
 
 CHECK_SECONDS = 0.5
 """Interval between checks of the processes."""
@@ -76,15 +77,15 @@ POLLS_PER_SECOND = 128
 """Most servers that are polled per second, on average; a poll takes about 2 ms."""
 
 ADAPTER_CHECK_SECONDS = 2.0
-"""Interval between checks that servers of another owner still hold the LoRA adapters
-that this engine loaded."""
+"""Interval between checks for the LoRA adapters of this engine on servers of another
+owner."""
 
 IN_FLIGHT_SECONDS = 2.0
-"""Interval between checks that requests to servers of others make progress."""
+"""Interval between progress checks of requests to servers of other owners."""
 
 PROGRESS_SECONDS = 120.0
-"""Default time without a completed request, while some are in flight, after which
-servers are asked to generate."""
+"""Default time without a completed request, while some are in flight, before servers
+are probed with a generation."""
 
 FIRST_RESTART_SECONDS = 0.5
 """Wait before a restart; it doubles with each start that fails."""
@@ -92,29 +93,29 @@ FIRST_RESTART_SECONDS = 0.5
 LONGEST_RESTART_SECONDS = 60.0
 
 FOLLOW_SECONDS = 2.0
-"""Interval between looks at where servers of another owner run, in its directory."""
+"""Interval between lookups of server addresses in another owner's directory."""
 
 DIRECTORY_SECONDS = 10.0
-"""Timeout of such a look."""
+"""Timeout of a directory lookup."""
 
 STOP_SECONDS = 10.0
 """Timeout for pending starts to be cancelled."""
 
 ANSWER_SECONDS = 20.0
-"""Timeout for a router, or for a scheduler, which a long prompt keeps busy."""
+"""Timeout for a router, or for a scheduler that a long prompt keeps busy."""
 
 
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
-    """Restarts servers that do not answer, and waits for all that are not lost.
+    """Restarts unresponsive servers, and waits for all servers that are not lost.
 
-    A scheduler that waits in a collective for a trainer that is gone answers nothing,
-    while its process runs and its HTTP server reports that it is healthy.
+    A scheduler that waits in a collective for a dead trainer answers nothing, while its
+    process runs and its HTTP server reports that it is healthy.
     """
     deadline = time.monotonic() + timeout
     fleet.notice_deaths()
-    asked = fleet.replicas
+    replicas = fleet.replicas
     outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
-    for replica in asked:
+    for replica in replicas:
         error, now = outcomes.get(replica.url), fleet.state.find(replica.rank)
         # The server may have been started again meanwhile, or removed.
         if error is None or now is None or not now.runs:
@@ -128,7 +129,7 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
             ) from error
         fleet.apply(Ended(replica=replica, reason=str(error)))
         await asyncio.to_thread(replica.handle.stop)
-    # Owned servers are started again here; others wait for their owner.
+    # Owned servers are restarted here; others wait for their owner.
     while down := fleet.state.restarting:
         if time.monotonic() > deadline:
             reasons = " ".join(r.reason for r in fleet.replicas if r.url in down)
@@ -142,10 +143,10 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
 
 
 class Supervisor:
-    """The loop of one fleet, which it holds weakly: its servers end with it.
+    """Supervises one fleet through a weak reference: its servers end with it.
 
-    ``progress`` returns how many requests are in flight and how many have completed;
-    ``recall`` takes back those that a router was sent.
+    ``progress`` returns the numbers of in-flight and of completed requests; ``recall``
+    resends the requests that a router was sent.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Supervisor:
 
     def _begin_in_this_process(self) -> None:
         self._wake = asyncio.Event()
-        # Rank, or router -> handle of what starts; None before its start.
+        # Rank or router -> handle of a pending start; None before its start.
         self._starting: dict[int | str, ServerHandle | RouterHandle | None] = {}
         # Starts that failed in a row.
         self._failures: Counter[int | str] = Counter()
@@ -186,11 +187,11 @@ class Supervisor:
         # When the next round of polls may begin.
         self._poll_at = 0.0
         self._publish_at = 0.0
-        # Whether a router may have requests for a machine that is gone.
+        # Whether a router may hold requests for a dead machine.
         self._lost_behind_router = False
-        # The watch, and what it does not wait for: a server or a router can take long.
+        # The watch, and slow tasks that it does not wait for.
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Calls that load or drop an adapter.
+        # Tasks that load or drop an adapter.
         self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, *, at_once: bool = False) -> None:
@@ -284,11 +285,13 @@ class Supervisor:
             fleet.notice_deaths()
         actions = fleet.apply(self._tick(fleet))
         if owner and time.monotonic() >= self._publish_at:
-            # Once more, in case that the directory was started again.
+            # Repeated, for a directory that was restarted.
             self._publish_at = time.monotonic() + FOLLOW_SECONDS
             fleet.publish()
         if owner:
-            route = next((each for each in actions if isinstance(each, Route)), None)
+            route = next(
+                (action for action in actions if isinstance(action, Route)), None
+            )
             self._do("router", self._update_router, fleet, route)
         else:
             self._do("follow", self._follow, fleet)
@@ -302,8 +305,8 @@ class Supervisor:
     def _tick(self, fleet: Fleet) -> Tick:
         """Returns the conditions outside of the state."""
         router = fleet.router if fleet.state.owns_any else None
-        # Threads that start a server change it.
-        ranks = [each for each in list(self._starting) if isinstance(each, int)]
+        # Threads that start a server change the dictionary.
+        ranks = [rank for rank in list(self._starting) if isinstance(rank, int)]
         can_start = fleet.start_router is not None and ROUTER not in self._starting
         return Tick(
             max_restarts=self._max_restarts,
@@ -314,7 +317,7 @@ class Supervisor:
         )
 
     async def _follow(self, fleet: Fleet) -> None:
-        """Takes over from the directory where servers of another owner run."""
+        """Adopts the server addresses of another owner's directory."""
         if fleet.directory is not None:
             try:
                 async with asyncio.timeout(DIRECTORY_SECONDS):
@@ -330,18 +333,18 @@ class Supervisor:
         """Returns whether requests are in flight and none has completed for long."""
         now = time.monotonic()
         in_flight, completed = self._progress()
-        since, before = self._last_progress
-        waits = bool(in_flight) and completed == before
+        since, earlier = self._last_progress
+        waits = bool(in_flight) and completed == earlier
         if waits and now - since < self._progress_seconds:
             return False
         self._last_progress = (now, completed)
         return waits
 
     async def _probe_stuck(self, fleet: Fleet) -> None:
-        """Probes what serves if no request has completed for long."""
+        """Probes the serving servers if no request has completed for long."""
         if self._is_stuck() and fleet.state.generates:
-            serving = [each for each in fleet.replicas if each.state == "serving"]
-            probes = fan_out(lambda each: self._probe(fleet, each), serving)
+            serving = [r for r in fleet.replicas if r.state == "serving"]
+            probes = fan_out(lambda replica: self._probe(fleet, replica), serving)
             await asyncio.gather(self._probe_router(fleet), probes)
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
@@ -374,7 +377,7 @@ class Supervisor:
     # Acting.
 
     def _act(self, actions: Sequence[Action]) -> None:
-        """Does what an event calls for, from any thread, without a wait."""
+        """Executes the actions of an event, from any thread, without a wait."""
         for action in actions:
             if isinstance(action, Tell):
                 log = torchrl_logger.warning if action.warning else torchrl_logger.info
@@ -474,8 +477,8 @@ class Supervisor:
 
         def started(fleet: Fleet, handle: ServerHandle) -> None:
             place = None if locate is None else locate()
-            found = Started(rank=rank, handle=handle, url=handle.url, location=place)
-            if any(isinstance(action, Stop) for action in fleet.apply(found)):
+            event = Started(rank=rank, handle=handle, url=handle.url, location=place)
+            if any(isinstance(action, Stop) for action in fleet.apply(event)):
                 handle.stop()
 
         def failed(fleet: Fleet, error: BaseException) -> None:
@@ -493,38 +496,38 @@ class Supervisor:
         done: Callable[[Fleet, H], None],
         failed: Callable[[Fleet, BaseException], None],
     ) -> None:
-        """Starts a server in a thread that the interpreter's exit does not wait for."""
+        """Starts a server in a daemon thread, which does not delay the exit."""
         if what in self._starting:
             return
         self._starting[what] = None
 
         def work() -> None:
-            found: H | None = None
+            handle: H | None = None
             try:
                 if old is not None:
-                    # Removes its log and what is left of its process tree.
+                    # Removes its log and the rest of its process tree.
                     old.stop()
                 # A killed process needs a moment to release its port.
                 delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[what]
                 if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
                     return
-                found = start()
-                _check_new(found, old)
-                self._starting[what] = found
+                handle = start()
+                _check_new(handle, old)
+                self._starting[what] = handle
                 if not self._stopped.is_set():
-                    found.wait_ready()
+                    handle.wait_ready()
                 fleet = self._fleet()
                 if fleet is None or self._stopped.is_set():
-                    found.stop()
+                    handle.stop()
                 else:
                     self._failures[what] = 0
-                    done(fleet, found)
+                    done(fleet, handle)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
                 self._failures[what] += not isinstance(error, NotStartedError)
-                if found is not None:
-                    # Nobody has taken it over.
+                if handle is not None:
+                    # Nobody else owns the new server.
                     with contextlib.suppress(Exception):
-                        found.stop()
+                        handle.stop()
                 if (fleet := self._fleet()) is not None:
                     failed(fleet, error)
             finally:

@@ -50,10 +50,10 @@ from torchrl_sglang.errors import ServerUnavailableError
 from torchrl_sglang.support.forks import after_fork
 
 FEW_SERVERS = 16
-"""Up to so many servers are looked at for every request."""
+"""Up to this number of servers, each request checks all their processes."""
 
 DEATH_CHECK_SHARE = 0.05
-"""Largest share of the time that is spent on looking at more processes."""
+"""Largest share of the time spent on checks of a larger number of processes."""
 
 
 class Fleet:
@@ -70,7 +70,7 @@ class Fleet:
         directory: Directory | None = None,
         start_more: StartMore | None = None,
     ) -> None:
-        ranked = (replace(each, rank=rank) for rank, each in enumerate(replicas))
+        ranked = (replace(replica, rank=rank) for rank, replica in enumerate(replicas))
         self._state = FleetState(
             replicas=tuple(ranked),
             weights=ServedWeights.reported(weight_version),
@@ -81,9 +81,9 @@ class Fleet:
         )
         self.router = router
         self.start_router = start_router
-        """Begins to start the router again for these servers."""
+        """Begins to restart the router for these servers."""
         self.start_more = start_more
-        """Starts more servers like these; ``None``: they run elsewhere."""
+        """Starts further servers of the same kind; ``None``: they run elsewhere."""
         self._stop_servers = stop_servers
         self.directory = directory
         """Addresses of moved servers, for copies of this engine."""
@@ -92,14 +92,14 @@ class Fleet:
         self._act: Callable[[Sequence[Action]], object] = lambda actions: None
         self._routing = Routing()
         self._check_deaths_at = 0.0
-        # What wakes those that wait for a state.
+        # Callbacks of tasks that wait for a state.
         self._wakes: list[Callable[[], object]] = []
         self._lock = RLock()
         after_fork(self._begin_in_this_process)
         self.publish()
 
     def _begin_in_this_process(self) -> None:
-        # Whoever holds them, or sends weights, is in the parent.
+        # Lock holders and weight senders are in the parent.
         self._lock, self._wakes = RLock(), []
         self.gate = RequestGate()
         adapters = self._state.adapters.in_another_process()
@@ -107,11 +107,11 @@ class Fleet:
 
     @property
     def state(self) -> FleetState:
-        """State of the servers as known now."""
+        """Current state of the servers."""
         return self._state
 
     def apply(self, event: Event) -> Sequence[Action]:
-        """Takes over an event; the engine's loop does what it calls for."""
+        """Applies an event; the engine's loop executes its actions."""
         with self._lock:
             now = time.monotonic()
             self._state, actions = reconcile(self._state, event, now)
@@ -178,7 +178,7 @@ class Fleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Servers that run; in a weight update, those that ran when it began."""
+        """Running servers; in a weight update, the servers that ran when it began."""
         return self._state.urls
 
     @property
@@ -246,7 +246,7 @@ class Fleet:
         self.apply(Suspected(url=url))
 
     def _notice_deaths_in_time(self) -> None:
-        """Notices deaths for a request: of many servers, now and then."""
+        """Checks processes for a request; for many servers, only now and then."""
         now = time.monotonic()
         if now < self._check_deaths_at:
             return
@@ -256,12 +256,12 @@ class Fleet:
             self._check_deaths_at = now + spent / DEATH_CHECK_SHARE
 
     def notice_deaths(self) -> None:
-        """Looks at the processes of the servers that run."""
+        """Checks the processes of the running servers."""
         for replica in self.replicas:
             handle = replica.handle
             if handle is not None and replica.runs and handle.state == "dead":
-                ended = f"The server at {replica.url} has ended. The end of its log:"
-                reason = f"{ended}\n{handle.log_tail()}"
+                text = f"The server at {replica.url} has ended. The end of its log:"
+                reason = f"{text}\n{handle.log_tail()}"
                 self.apply(Ended(replica=replica, reason=reason))
 
     # Weights, adapters and sleep.
@@ -271,7 +271,7 @@ class Fleet:
         self.change(lambda now: replace(now, weights=change(now.weights)))
 
     def change_adapters(self, change: Callable[[AdapterState], AdapterState]) -> None:
-        """Replaces what is known of the LoRA adapters."""
+        """Replaces the state of the LoRA adapters."""
         self.change(lambda now: replace(now, adapters=change(now.adapters)))
 
     @contextmanager
@@ -288,7 +288,7 @@ class Fleet:
 
     @contextmanager
     def drain(self) -> Iterator[None]:
-        """Refuses new requests while those that run finish."""
+        """Refuses new requests while in-flight requests finish."""
         self._set(draining=True)
         try:
             yield
@@ -296,32 +296,32 @@ class Fleet:
             self._set(draining=False)
 
     def route(self, urls: Set[str]) -> None:
-        """Records that the router has taken or removed servers."""
+        """Records that the router has added or removed servers."""
         self.change(lambda now: replace(now, in_router=now.in_router ^ urls))
 
     def set_router(self, router: RouterHandle, known: Sequence[str]) -> None:
-        """Takes a router that was started again for these servers."""
+        """Adopts a restarted router, and the servers that it has."""
         with self._lock:
             self.router = router
             self._set(in_router=frozenset(known))
 
     def drop_remote_router(self) -> None:
-        """Sends requests to servers directly: another owner's router has other ones."""
+        """Bypasses a remote router: another owner's router has other servers."""
         if isinstance(self.router, RemoteRouter):
             self.router = None
 
     # The end.
 
     def publish(self) -> None:
-        """Tells copies of the engine where its servers run."""
+        """Publishes the server addresses for copies of the engine."""
         state = self._state
         if self.directory is not None and state.owns_any:
             urls = [REMOVED] * state.next_rank
-            for each in state.replicas:
-                mark = LEAVING if each.state == "leaving" else ""
-                # Copies would not know whose weights a foreign one has.
-                told = each.runs and not each.foreign_version
-                urls[each.rank] = f"{each.url}{mark}" if told else ""
+            for replica in state.replicas:
+                mark = LEAVING if replica.state == "leaving" else ""
+                # Copies cannot attribute the weights of a foreign server.
+                is_public = replica.runs and not replica.foreign_version
+                urls[replica.rank] = f"{replica.url}{mark}" if is_public else ""
             self.directory.publish(urls)
 
     def close(self) -> None:
@@ -338,8 +338,8 @@ class Fleet:
             self._stop_servers([handle for handle in handles if handle is not None])
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy in another process owns no server: it knows addresses. It has sent no
-        # request that an update could have aborted.
+        # A copy in another process has addresses, and owns no server. None of its
+        # requests could have been aborted by an update.
         state, router = self._state, self.router
         return {
             "replicas": [replica.without_handle() for replica in state.replicas],
@@ -371,10 +371,10 @@ class Fleet:
 
 
 def _chooses_well(router: RouterHandle, state: FleetState) -> bool:
-    """Returns whether a router chooses no server that is out of rotation here."""
+    """Returns whether a router excludes the servers that are out of rotation here."""
     if len(state.serving) == len(state.replicas):
         return True
-    # Nothing here changes the list of a remote one.
+    # A remote router keeps its list whatever happens here.
     alike = not isinstance(router, RemoteRouter) and state.in_router.issubset(
         state.serving
     )

@@ -1,13 +1,13 @@
-"""Asks servers for their versions and adapters: each answer is one observation.
+"""Polls servers for their versions and adapters; a response is one observation.
 
 Several engine objects use the same servers: a trainer's, collectors', copies in other
 processes. Any of them may send weights or load adapters, and the owner restarts
-servers. So the servers hold the truth: each engine object polls those that are out of
-rotation or where a request failed. Servers that work are not polled.
+servers. So the servers hold the truth: each engine object polls servers that are out of
+rotation or where a request failed. Working servers are not polled.
 
-Neither a server that hangs nor a paused one gives a token, and a server is paused
-during a weight update of any engine object that uses it. So a missing token counts only
-if the server reports, before and after, that it generates; see :func:`hangs`.
+Neither a hanging nor a paused server generates a token, and a server is paused during a
+weight update of any engine object. So a missing token counts only if the server
+reports, before and after, that it generates; see :func:`hangs`.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities, ServerStats
 
 POLL_TIMEOUT_SECONDS = 5.0
-"""Timeout for each answer; a process in front of the scheduler gives it."""
+"""Timeout for a response, which a process in front of the scheduler sends."""
 
 TOKEN_SECONDS = 15.0
-"""Timeout for a token. After 20 s without one, SGLang reports that it is unhealthy, and
-no longer whether it is paused."""
+"""Timeout for a token. After 20 s without a token, SGLang reports that it is unhealthy,
+and no longer whether it is paused."""
 
 FRONT_SECONDS = 5.0
-"""Timeout for an answer that a server gives without its scheduler."""
+"""Timeout for a response that does not involve the scheduler."""
 
 _REFUSED = {
     "input_ids": [0],
@@ -56,53 +56,56 @@ _REFUSED = {
 """An invalid request: a server refuses it, or lets it wait while it is paused."""
 
 Find = Callable[[str], Awaitable[ServerCapabilities]]
-"""Asks the server at an address what it can do."""
+"""Queries the capabilities of the server at an address."""
 
 
 async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
-    """Finds what servers can do and hold; ours, and at least one, must answer."""
+    """Queries capabilities and adapters; owned servers must respond, or any one."""
     answers = await _ask_all(fleet.replicas, find)
-    found: dict[int, ServerCapabilities] = {}
+    answered: dict[int, ServerCapabilities] = {}
     events: list[Answered | Silent] = []
     for replica, answer in zip(fleet.replicas, answers, strict=True):
         if isinstance(answer, ServerCapabilities):
-            found[replica.rank] = answer
+            answered[replica.rank] = answer
         elif isinstance(answer, ServerError) and replica.handle is None:
             events.append(Silent(asked=replica, reason=str(answer)))
         else:
             raise answer
-    if not found:
-        raise next(iter(each for each in answers if isinstance(each, ServerError)))
-    (first, known), *others = found.items()
+    if not answered:
+        raise next(error for error in answers if isinstance(error, ServerError))
+    (first, capabilities_of_first), *others_answered = answered.items()
     urls = [replica.url for replica in fleet.replicas]
-    for rank, capabilities in others:
-        check_same(known, urls[first], capabilities, urls[rank])
-    newest = max((c.weight_version for c in found.values()), key=version_order)
+    for rank, capabilities in others_answered:
+        check_same(capabilities_of_first, urls[first], capabilities, urls[rank])
+    newest = max(
+        (capabilities.weight_version for capabilities in answered.values()),
+        key=version_order,
+    )
     fleet.change_weights(lambda weights: ServedWeights.reported(newest))
     events += (
         Answered(
             asked=fleet.replicas[rank],
-            version=each.weight_version,
-            start_id=each.start_id,
-            held=frozenset(each.adapters),
+            version=capabilities.weight_version,
+            start_id=capabilities.start_id,
+            held=frozenset(capabilities.adapters),
         )
-        for rank, each in found.items()
+        for rank, capabilities in answered.items()
     )
     _tell([action for event in events for action in fleet.apply(event)])
-    adapters = newest_loads(known.adapters, newest)
+    adapters = newest_loads(capabilities_of_first.adapters, newest)
     fleet.change_adapters(lambda now: now.adopt(adapters))
-    return known
+    return capabilities_of_first
 
 
 def _tell(actions: Sequence[Action]) -> None:
-    for text in some_of(each.text for each in actions if isinstance(each, Tell)):
+    for text in some_of(action.text for action in actions if isinstance(action, Tell)):
         torchrl_logger.warning(text)
 
 
 async def _ask_all(
     replicas: Sequence[Replica], find: Find
 ) -> list[ServerCapabilities | Exception]:
-    """Returns what each server can do, or its error."""
+    """Returns each server's capabilities, or its error."""
     fewest = len(replicas)
 
     async def ask(replica: Replica) -> ServerCapabilities | Exception:
@@ -112,7 +115,7 @@ async def _ask_all(
         except Exception as error:  # noqa: BLE001 - Raised below, unless one is enough.
             return error
         if replica.rank > fewest:
-            # Only those of the first one are needed, and they are large.
+            # Only the first server's arguments are used, and they are large.
             return replace(answer, server_args={})
         fewest = replica.rank
         return answer
@@ -133,34 +136,34 @@ class ServerPoller:
         self._http = http
         self._capabilities = capabilities
         self.adapters = adapters
-        """Asks for the adapters that servers hold."""
+        """Lists the LoRA adapters of servers."""
         self._find = find
 
     async def poll(self, fleet: Fleet) -> None:
         """Polls the servers that are out of rotation or suspected."""
         look = _Look(lambda rank: self._poll(fleet, rank))
         ranks = [replica.rank for replica in fleet.state.to_poll]
-        # Servers that wait for their turn are not polled by another round.
+        # Servers in this round are not polled by another round.
         fleet.change(lambda now: now.without_suspicion(ranks))
         await fan_out(lambda rank: self._poll(fleet, rank, look), ranks)
 
     async def _poll(self, fleet: Fleet, rank: int, look: _Look | None = None) -> None:
         fleet.change(lambda now: now.without_suspicion([rank]))
-        asked = fleet.state.find(rank)
-        if asked is None:
+        replica = fleet.state.find(rank)
+        if replica is None:
             return
-        event = await self.observe(fleet, asked)
+        event = await self.observe(fleet, replica)
         actions = fleet.apply(event)
         if isinstance(event, Answered) and Confirm(rank=rank) in actions:
             if look is None:
-                # This poll was to confirm others; the server is polled again in the
-                # next round.
+                # This poll was to confirm others; the next round polls the server
+                # again.
                 return
             await self._confirm(fleet, event, look)
             fleet.apply(replace(event, confirmed=True))
 
     async def _confirm(self, fleet: Fleet, event: Answered, look: _Look) -> None:
-        """Asks other servers what they hold, before a server counts as current."""
+        """Polls the other servers before a server counts as current."""
         rank = event.asked.rank
         replica = fleet.state.find(rank)
         if event.held is not None and replica is not None and replica.restarted:
@@ -178,7 +181,7 @@ class ServerPoller:
             await look.at_serving(fleet)
 
     async def observe(self, fleet: Fleet, asked: Replica) -> Answered | Silent:
-        """Asks a server for all that decides whether it serves."""
+        """Polls a server for its version, start and adapters."""
         try:
             return await self._ask(fleet, asked)
         except SGLangError as error:
@@ -187,14 +190,14 @@ class ServerPoller:
             return Silent(asked=asked, reason=str(error), unreachable=gone)
 
     async def _ask(self, fleet: Fleet, asked: Replica) -> Answered:
-        known, start_id, held = self._capabilities, "", None
-        control = ControlPlane(self._http, fleet, known)
+        capabilities, start_id, held = self._capabilities, "", None
+        control = ControlPlane(self._http, fleet, capabilities)
         urls, timeout = [asked.url], POLL_TIMEOUT_SECONDS
         if asked.state == "down":
-            found = await self._find(asked.url)
-            check_same(known, fleet.replicas[0].url, found, asked.url)
-            start_id = found.start_id
-        if known.has_lora:
+            current = await self._find(asked.url)
+            check_same(capabilities, fleet.replicas[0].url, current, asked.url)
+            start_id = current.start_id
+        if capabilities.has_lora:
             (names,) = await control.adapters(timeout=timeout, urls=urls)
             held = frozenset(names)
             lacks = not fleet.state.wanted_adapters <= held
@@ -205,7 +208,7 @@ class ServerPoller:
 
 
 class _Look:
-    """Polls the servers that serve, once for all of a round that need it."""
+    """Polls the serving servers, once for all callers of a round."""
 
     def __init__(self, poll: Callable[[int], Awaitable[None]]) -> None:
         self._poll = poll
@@ -219,16 +222,16 @@ class _Look:
             if self._began_at >= since:
                 return
             self._began_at = time.monotonic()
-            serving = (each for each in fleet.replicas if each.state == "serving")
-            await fan_out(self._poll, [each.rank for each in serving])
+            serving = (r for r in fleet.replicas if r.state == "serving")
+            await fan_out(self._poll, [replica.rank for replica in serving])
 
 
 async def ask_stats(fleet: Fleet, control: ControlPlane) -> tuple[ServerStats, ...]:
-    """Asks each server what it does."""
+    """Returns each server's load and weight version."""
 
     async def one(replica: Replica) -> ServerStats:
         running = queued = usage = version = None
-        # One that is asleep does nothing, and is about to be woken up.
+        # A sleeping server does nothing, and is about to be woken up.
         if replica.runs and not replica.released:
             urls, timeout = [replica.url], POLL_TIMEOUT_SECONDS
             try:
@@ -258,7 +261,7 @@ async def hangs(
     *,
     timeout: float = TOKEN_SECONDS,
 ) -> bool:
-    """Returns whether a server gives no token although nobody has paused it."""
+    """Returns whether a server generates no token although it is not paused."""
     soon = min(timeout, FRONT_SECONDS)
 
     async def is_paused() -> bool:
@@ -270,13 +273,13 @@ async def hangs(
         return False
     paused = await is_paused()
     if paused and capabilities.tells_paused:
-        # A server that has noticed that it hangs reports the same.
+        # A server that has detected its own hang reports the same.
         paused = await _holds_requests(http, url, soon)
     return not paused
 
 
 async def _succeeds(http: HttpClient, url: str, timeout: float) -> bool | None:
-    """Returns whether a GET succeeds; ``None`` where there is no answer."""
+    """Returns whether a GET succeeds; ``None`` if there is no response."""
     try:
         return (await http.request("GET", url, timeout=timeout)).ok
     except SGLangError as error:

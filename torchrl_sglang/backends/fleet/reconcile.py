@@ -1,9 +1,8 @@
 """``reconcile``: the next state and the actions after an event. Pure.
 
 :func:`reconcile` takes the state of the fleet and one event, and returns the next state
-and the actions that it calls for. Some events say what a server reported or did; a
-:class:`Tick` compares what should be with what is, so an action that failed is called
-for again by the next one.
+and the actions to execute. Most events are observations of a server; a :class:`Tick`
+compares desired and actual state, so a later tick repeats a failed action.
 """
 
 from __future__ import annotations
@@ -44,10 +43,10 @@ from torchrl_sglang.backends.fleet.step import Event, Step
 def reconcile(
     state: FleetState, event: Event, now: float
 ) -> tuple[FleetState, tuple[Action, ...]]:
-    """Returns the state after an event, and what has to be done.
+    """Returns the state after an event, and the actions to execute.
 
     Args:
-        state: what was known before.
+        state: the state before the event.
         event: an observation, a call of a user, or the end of an action.
         now: seconds on the monotonic clock.
     """
@@ -61,15 +60,16 @@ class Answered(Event):
     """A server has answered a poll."""
 
     asked: Replica
-    """The server as it was asked; the answer of an earlier start counts no more."""
+    """The server's state when the poll began; an answer of an earlier start is ignored.
+    """
     version: str
     """Weight version of the server."""
     start_id: str = ""
-    """The id of its start; ``""``: not asked."""
+    """Id of its start; ``""``: not queried."""
     held: frozenset[str] | None = None
-    """The adapters that it holds; ``None``: it takes none."""
+    """The adapters that it holds; ``None``: it serves none."""
     confirmed: bool = False
-    """Whether servers that serve have been asked since."""
+    """Whether the serving servers have been polled since."""
 
     def _apply(self, step: Step) -> None:
         replica = step.same_start(self.asked)
@@ -86,18 +86,18 @@ class Answered(Event):
         advance(step)
 
     def _take_over(self, step: Step, replica: Replica) -> Replica:
-        """Records what the server holds, and whether it was started again."""
-        known, held, since = replica.start_id, self.held or frozenset(), self.asked
+        """Records the server's adapters, and whether it was restarted."""
+        start_id, held, since = replica.start_id, self.held or frozenset(), self.asked
         if replica.state == "down" and not step.state.owns(replica):
             # The server may have been away when adapters were loaded, too.
             lacks = not step.state.wanted_adapters <= held
-            same = bool(self.start_id) and self.start_id == known
-            restarted = replica.restarted or lacks or not same
+            same_start_id = bool(self.start_id) and self.start_id == start_id
+            restarted = replica.restarted or lacks or not same_start_id
             since = step.take_back(replica, replica.reason, restarted=restarted)
             replica = since
-        elif known and self.start_id and self.start_id != known:
+        elif start_id and self.start_id and self.start_id != start_id:
             replica = step.put(replica, restarted=True)
-        replica = step.put(replica, start_id=self.start_id or known)
+        replica = step.put(replica, start_id=self.start_id or start_id)
         return step.put(replica.holding(held, since=since))
 
     def _needs_confirmation(self, state: FleetState, replica: Replica) -> bool:
@@ -112,21 +112,21 @@ class Silent(Event):
     """A server has not answered a poll, or not as expected."""
 
     asked: Replica
-    """The server as it was asked."""
+    """The server's state when the poll began."""
     reason: str
     unreachable: bool = True
     """Whether there was no answer at all."""
 
     def _apply(self, step: Step) -> None:
         replica = step.same_start(self.asked)
-        # The process of a server of our own is watched.
+        # The processes of owned servers are watched.
         if replica is None or step.state.owns(replica) or replica.state == "leaving":
             return
-        last = step.state.serving == (replica.url,)
+        is_last = step.state.serving == (replica.url,)
         if replica.state == "serving" and not self.unreachable:
             return
-        if replica.state == "serving" and last:
-            # The outcome of its requests says more than that no server is left.
+        if replica.state == "serving" and is_last:
+            # Its requests' errors are more specific than "no server is left".
             if not replica.unreachable:
                 text = (
                     f"The server at {replica.url}, the only one that serves, does not "
@@ -164,7 +164,7 @@ class Ended(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RestartNoticed(Event):
-    """A server that did not seem to be away was started again by its owner."""
+    """A server that seemed present was restarted by its owner."""
 
     rank: int
     start_id: str
@@ -182,15 +182,15 @@ class RestartNoticed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved(Event):
-    """The directory of another owner says where its servers run."""
+    """The directory of another owner has published its servers' addresses."""
 
     urls: tuple[str, ...]
-    """An address for each rank; ``""``: it has ended; :data:`.REMOVED`: no more."""
+    """An address for each rank; ``""``: ended; :data:`.REMOVED`: removed."""
 
     def _apply(self, step: Step) -> None:
-        for rank, told in enumerate(self.urls):
-            url, replica = told.removesuffix(LEAVING), step.state.find(rank)
-            leaves = url != told
+        for rank, entry in enumerate(self.urls):
+            url, replica = entry.removesuffix(LEAVING), step.state.find(rank)
+            leaves = url != entry
             if replica is None:
                 if url not in ("", REMOVED) and not leaves:
                     join(step, Replica(url=url), rank)
@@ -263,18 +263,18 @@ class StartFailed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tick(Event):
-    """Time has passed. What runs outside is observed, and not remembered."""
+    """Time has passed. Conditions outside of the state are passed in, not stored."""
 
     max_restarts: int = 0
-    """Most starts of a server after its first."""
+    """Largest number of restarts of a server."""
     starting: frozenset[int] = frozenset()
-    """Ranks of the servers that are being started."""
+    """Ranks of the servers whose start is pending."""
     may_poll: bool = True
     """Whether a round of polls may begin."""
     router: bool | None = None
     """Whether the router runs; ``None``: there is none, or another owner has it."""
     may_start_router: bool = False
-    """Whether the router can be started again, and is not being started."""
+    """Whether the router can be restarted, and no start is pending."""
 
     def _apply(self, step: Step) -> None:
         state = step.state
@@ -291,38 +291,38 @@ class Tick(Event):
 
     def _start_again(self, step: Step, replica: Replica) -> None:
         if step.state.asleep:
-            # A trainer uses the memory that it would take.
+            # A trainer uses the GPU memory.
             if replica.rank in self.starting:
                 step.do(CancelStart(rank=replica.rank))
             return
         if replica.rank in self.starting or replica.restart is None:
             return
-        why = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
+        cause = replica.reason.partition("\n")[0].removesuffix(" The end of its log:")
         if replica.restarts >= self.max_restarts:
             step.put(replica, state="lost")
             text = (
                 f"The server at {replica.url} was started again {replica.restarts} "
-                f"times and has ended again; it is given up. {why}"
+                f"times and has ended again; it is given up. {cause}"
             )
             step.do(Tell(text=text))
             return
         text = (
             f"The server at {replica.url} is started again ({replica.restarts + 1} "
-            f"of {self.max_restarts}). {why}"
+            f"of {self.max_restarts}). {cause}"
         )
         step.do(Tell(text=text), Restart(rank=replica.rank))
 
     def _route(self, step: Step, serving: frozenset[str]) -> None:
-        known = step.state.in_router
-        if self.router and known != serving:
-            step.do(Route(remove=known - serving, add=serving - known))
+        routed = step.state.in_router
+        if self.router and routed != serving:
+            step.do(Route(remove=routed - serving, add=serving - routed))
         elif not self.router and serving and self.may_start_router:
             step.do(StartRouter(urls=step.state.serving))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suspected(Event):
-    """A request has failed, or a caller wants to know."""
+    """A request has failed, or a caller wants to poll servers."""
 
     url: str | None = None
     """The server; ``None``: each one."""
@@ -333,7 +333,7 @@ class Suspected(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changed(Event):
-    """Something is known of the fleet that calls for nothing."""
+    """The state of the fleet changes without actions."""
 
     change: Callable[[FleetState], FleetState]
 
@@ -343,10 +343,10 @@ class Changed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learned(Event):
-    """Something is known of one start of a server that calls for nothing."""
+    """The state of one start of a server changes without actions."""
 
     asked: Replica
-    """The server as it was asked."""
+    """The server's state when it was queried."""
     change: Callable[[Replica], Replica]
 
     def _apply(self, step: Step) -> None:
@@ -359,7 +359,7 @@ class UpdateBegan(Event):
     """A weight update has begun."""
 
     def _apply(self, step: Step) -> None:
-        step.set(updating=tuple((each.url, each.handle) for each in step.state.running))
+        step.set(updating=tuple((r.url, r.handle) for r in step.state.running))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -367,18 +367,18 @@ class UpdateEnded(Event):
     """A weight update has ended."""
 
     version: str | None
-    """Version that it committed; ``None``: it failed."""
+    """Committed version; ``None``: the update failed."""
 
     def _apply(self, step: Step) -> None:
         if step.state.updating is None:
             return
         updated = dict(step.state.updating)
         step.set(updating=None)
-        if updated != {each.url: each.handle for each in step.state.running}:
+        if updated != {replica.url: replica.handle for replica in step.state.running}:
             # The update may have formed its process group after it had joined.
             step.set(weights=step.state.weights.begin_membership_epoch())
         for replica in step.state.running if self.version is not None else ():
-            # A server that was started again meanwhile has not taken part.
+            # A server that was restarted during the update has not taken part.
             took_part = updated.get(replica.url, self) is replica.handle
             version = self.version if self.version and took_part else ""
             foreign = "" if took_part else replica.foreign_version
@@ -410,6 +410,8 @@ class WokeUp(Event):
     tags: frozenset[str]
 
     def _apply(self, step: Step) -> None:
-        still = frozenset[str]().union(*(each.released for each in step.state.running))
+        still = frozenset[str]().union(
+            *(replica.released for replica in step.state.running)
+        )
         step.set(asleep=step.state.asleep - (self.tags - still))
         step.do(Check())

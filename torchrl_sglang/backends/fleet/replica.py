@@ -10,15 +10,15 @@ from torchrl_sglang.errors import ServerStartError
 
 ReplicaState = Literal["serving", "stale", "leaving", "down", "lost"]
 """Only serving servers get requests. ``stale``: runs with older weights or without
-adapters; ``leaving``: finishes its requests and is removed then; ``down``: ended or
-does not answer; ``lost``: was restarted too often, or ended while it was leaving."""
+adapters; ``leaving``: finishes its requests before its removal; ``down``: ended or does
+not answer; ``lost``: was restarted too often, or ended while it was leaving."""
 
 
 REMOVED = "removed"
-"""Stands for the address of a server that was removed."""
+"""Address of a removed server in the directory."""
 
 LEAVING = "#leaving"
-"""Ends the address of a server that finishes its requests and gets no more."""
+"""Suffix of the address of a server that gets no new requests."""
 
 
 class NotStartedError(ServerStartError):
@@ -42,7 +42,7 @@ class ServerHandle(Protocol):
 
     @property
     def log_file(self) -> str:
-        """Path of the log; ``""`` if that is not known before the server runs."""
+        """Path of the log; ``""`` if it is unknown before the server runs."""
 
     @property
     def state(self) -> str:
@@ -103,35 +103,35 @@ class Replica:
     handle: ServerHandle | None = None
     """Set where this engine started it."""
     restart: Callable[[], ServerHandle] | None = None
-    """Begins to start it again, on this machine or on another."""
+    """Begins a restart, on this machine or another."""
     release: Callable[[], object] | None = None
-    """Releases what is reserved for the server, when it was stopped for good."""
+    """Releases the reservation of a server that was stopped for good."""
     locate: Callable[[], Location] | None = None
     """Returns the place of the server."""
     location: Location | None = None
-    """Place of a server that this engine, or the one that it is a copy of, started."""
+    """Place of a server of this engine, or of the engine that it is a copy of."""
     state: ReplicaState = "serving"
     reason: str = ""
     """Reason why the server does not serve: usually the end of its log."""
     away_since: float | None = None
     """Monotonic time of its end or of its last answer; ``None`` while the server
-    serves. The last one that serves gets requests all the same."""
+    serves. The last serving server gets requests all the same."""
     restarts: int = 0
-    """Number of times that it was started again."""
+    """Number of restarts."""
     restarted: bool = False
-    """Whether the server was started again and has not served since."""
+    """Whether the server was restarted and has not served since."""
     suspected: bool = False
     """Whether the server is polled although it serves: a request failed there."""
     start_id: str = ""
     """Differs after each start; see :class:`.ServerCapabilities`."""
     version: str = ""
-    """Weight version that it reported last; empty: not asked."""
+    """Weight version that it reported last; empty: not queried."""
     foreign_version: str = ""
-    """Weight version that somebody else has given it before it joined; empty: none."""
+    """Weight version from another sender before it joined; empty: none."""
     held_adapters: frozenset[str] = frozenset()
     """LoRA adapters that it holds, under the servers' names."""
     released: frozenset[str] = frozenset()
-    """Kinds of memory that it released. Releasing one twice ends a server."""
+    """Kinds of memory that it released. A second release ends a server."""
 
     @property
     def runs(self) -> bool:
@@ -140,7 +140,7 @@ class Replica:
 
     @property
     def status(self) -> str:
-        """State of the server, or the memory that it released."""
+        """State of the server, or its released memory."""
         if self.unreachable:
             return "unreachable"
         asleep = self.runs and self.released
@@ -148,11 +148,11 @@ class Replica:
 
     @property
     def unreachable(self) -> bool:
-        """Whether a server that answers nothing gets requests, as no other serves."""
+        """Whether an unresponsive server gets requests, as no other serves."""
         return self.state == "serving" and self.away_since is not None
 
     def holding(self, adapters: Set[str], *, since: Replica) -> Replica:
-        """Returns the server with its reported adapters and what changed since then."""
+        """Returns the server with its reported adapters and all changes since then."""
         added = self.held_adapters - since.held_adapters
         dropped = since.held_adapters - self.held_adapters
         return replace(self, held_adapters=added | (adapters - dropped))
@@ -169,7 +169,7 @@ class Replica:
             restart=None,
             release=None,
             locate=None,
-            # One that is down now may be back when the copy polls it.
+            # A server that is down now may be back when the copy polls it.
             state="serving" if self.state == "serving" else "stale",
             reason="",
             away_since=None,
@@ -219,7 +219,7 @@ class RouterHandle(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRouter:
-    """A router that this engine did not start: its owner stops and configures it."""
+    """A router of another owner, who stops and configures it."""
 
     url: str
     usable: bool = True
@@ -241,8 +241,8 @@ class RemoteRouter:
 class Directory(Protocol):
     """Addresses of the servers of an engine, for its copies.
 
-    The engine that started them publishes it; copies of the engine in other processes
-    ask. It pickles with the copies.
+    The engine that started them publishes them; copies of the engine in other processes
+    read them. Copies are pickled with it.
     """
 
     def publish(self, urls: Sequence[str]) -> None:
@@ -270,11 +270,11 @@ class StartMore(Protocol):
 
         Args:
             count: number of servers.
-            cuda_devices: their GPUs; ``None``: those that are free.
-            begun: is told of each server whose start has begun; if it raises, all are
+            cuda_devices: their GPUs; ``None``: free GPUs.
+            begun: called with each server whose start has begun; if it raises, all are
                 stopped.
 
         Raises:
             ConfigurationError: if there is no place for them.
-            ServerStartError: if one ends or is not ready in time.
+            ServerStartError: if a server ends or is not ready in time.
         """

@@ -1,4 +1,4 @@
-"""Adds servers to an engine that runs, and removes servers from it."""
+"""Adds servers to a running engine, and removes servers from it."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from torchrl_sglang.support.urls import split_credentials
 from torchrl_sglang.types import ServerCapabilities
 
 POLL_SECONDS = 0.1
-"""Interval between looks at what a server that leaves still computes."""
+"""Interval between load queries of a leaving server."""
 
 LOAD_SECONDS = 5.0
-"""Timeout of such a look."""
+"""Timeout of a load query."""
 
 UPDATE_SECONDS = 600.0
-"""Timeout for a weight update to end in which a server that leaves takes part."""
+"""Timeout for a weight update to end in which a leaving server takes part."""
 
 
 class Resize:
-    """Changes which servers an engine has.
+    """Changes the set of an engine's servers.
 
-    ``sent_to`` returns how many requests of this process are at an address; ``evict``
-    aborts those at a server, so that they go on elsewhere; ``poll`` polls the servers
+    ``sent_to`` returns the number of this process's requests at an address; ``evict``
+    aborts a server's requests, so that they move elsewhere; ``poll`` polls the servers
     that are out of rotation.
     """
 
@@ -76,7 +76,7 @@ class Resize:
         self._evict = evict
         self._poll = poll
         self._lock = Lock()
-        # Servers that are being started, to be stopped with the engine.
+        # Pending starts, to be stopped with the engine.
         self._starting: list[ServerHandle] = []
 
     def add(
@@ -137,23 +137,27 @@ class Resize:
                     self._starting.remove(handle)
 
     async def _ask(self, urls: Sequence[str]) -> list[Replica]:
-        """Returns servers that run elsewhere, if they are like the others."""
+        """Returns servers that run elsewhere, if they match the others."""
         first = self._fleet.replicas[0].url
 
         async def ask(url: str) -> Replica:
-            found = await self._find(url)
-            check_same(self._capabilities, first, found, url)
-            # A number is of a trainer, and nobody knows of which; nor is it known
-            # whether two folders hold the same checkpoint.
-            version, path = found.weight_version, found.model_path
-            same = not version.isdigit() and path == self._capabilities.model_path
-            foreign = "" if same else version
-            return Replica(url=url, start_id=found.start_id, foreign_version=foreign)
+            capabilities = await self._find(url)
+            check_same(self._capabilities, first, capabilities, url)
+            # A numbered version belongs to an unknown trainer, and two folders may hold
+            # different checkpoints.
+            version, path = capabilities.weight_version, capabilities.model_path
+            same_weights = (
+                not version.isdigit() and path == self._capabilities.model_path
+            )
+            foreign = "" if same_weights else version
+            return Replica(
+                url=url, start_id=capabilities.start_id, foreign_version=foreign
+            )
 
         return await fan_out(ask, urls)
 
     def _look_at(self, replicas: Sequence[Replica]) -> tuple[str, ...]:
-        """Lets servers that have joined serve, if they may; returns their addresses."""
+        """Polls joined servers, so that they serve; returns their addresses."""
         urls = tuple(replica.url for replica in replicas)
         self._fleet.drop_remote_router()
         run_sync(self._poll())
@@ -184,28 +188,28 @@ class Resize:
 
     def _choose(self, count: int) -> tuple[str, ...]:
         """Returns the servers whose removal costs least: idle ones, then the newest."""
-        stay = [each for each in self._fleet.replicas if each.state != "leaving"]
-        stay.sort(key=lambda each: (each.state == "serving", -each.rank))
+        stay = [r for r in self._fleet.replicas if r.state != "leaving"]
+        stay.sort(key=lambda replica: (replica.state == "serving", -replica.rank))
         if count > len(stay):
             raise ConfigurationError(
                 f"remove_servers({count}): the engine has {len(stay)} server(s)."
             )
-        return tuple(each.url for each in stay[:count])
+        return tuple(replica.url for replica in stay[:count])
 
     async def _remove(self, urls: tuple[str, ...], drain_timeout: float) -> None:
         fleet = self._fleet
         fleet.apply(LeaveBegan(urls=urls))
         fleet.drop_remote_router()
-        leaving = [each for each in fleet.replicas if each.url in urls]
-        ranks = frozenset(each.rank for each in leaving)
+        leaving = [replica for replica in fleet.replicas if replica.url in urls]
+        ranks = frozenset(replica.rank for replica in leaving)
         until = time.monotonic() + drain_timeout
         try:
-            await fan_out(lambda each: self._drain(each.rank, until), leaving)
+            await fan_out(lambda replica: self._drain(replica.rank, until), leaving)
             handles = await self._leave(ranks)
         except BaseException:
             fleet.apply(LeaveGivenUp(ranks=ranks))
             raise
-        # To its end, also if the caller is interrupted.
+        # Shielded: the removal ends even if the caller is cancelled.
         await asyncio.shield(asyncio.ensure_future(self._end(leaving, handles)))
 
     async def _end(
@@ -217,7 +221,7 @@ class Resize:
             torchrl_logger.info(f"The server at {replica.url} was removed.")
 
     async def _drain(self, rank: int, until: float) -> None:
-        """Waits until a server computes nothing; then, aborts what it does."""
+        """Waits until a server is idle; at the deadline, aborts its requests."""
         while (replica := self._fleet.state.find(rank)) is not None and replica.runs:
             if not await self._is_busy(replica):
                 return
@@ -238,7 +242,7 @@ class Resize:
         if self._sent_to(url):
             return True
         if replica.handle is None and router is None:
-            # What other users compute there is theirs.
+            # Requests of other users do not delay the removal.
             return False
         try:
             running, queued, _ = await self._control.load_of(url, timeout=LOAD_SECONDS)
@@ -248,12 +252,12 @@ class Resize:
         return bool(running or queued)
 
     async def _leave(self, ranks: frozenset[int]) -> list[ServerHandle]:
-        """Removes servers between two weight updates; returns what is to be stopped."""
+        """Removes servers between two weight updates; returns the handles to stop."""
         fleet, until = self._fleet, time.monotonic() + UPDATE_SECONDS
         while time.monotonic() < until:
             actions = fleet.apply(Left(ranks=ranks))
             if all(fleet.state.find(rank) is None for rank in ranks):
-                return [each.handle for each in actions if isinstance(each, Stop)]
+                return [action.handle for action in actions if isinstance(action, Stop)]
             await fleet.until(lambda now: now.updating is None, until)
         raise ServerTimeoutError(
             f"A weight update has not ended within {UPDATE_SECONDS:g} s, and the "
@@ -261,39 +265,39 @@ class Resize:
         )
 
     def close(self) -> None:
-        """Stops servers that are being started; none joins from now on."""
+        """Stops pending starts; no server joins from now on."""
         with self._lock:
             starting = list(self._starting)
         stop_all(starting)
 
 
 def as_urls(servers: object) -> tuple[str, ...] | None:
-    """Returns normalized addresses of servers; ``None``: it is a number of them."""
+    """Returns normalized addresses of servers; ``None`` for a number of servers."""
     if isinstance(servers, int) and not isinstance(servers, bool):
         return None
-    given = [servers] if isinstance(servers, str) else servers
-    if not isinstance(given, (list, tuple)) or not given:
+    addresses = [servers] if isinstance(servers, str) else servers
+    if not isinstance(addresses, (list, tuple)) or not addresses:
         raise ConfigurationError(
             f"servers={hide_passwords(repr(servers))} is neither a number of servers "
             f"nor their addresses, like ['http://10.0.0.5:30000']."
         )
-    found: list[str] = []
-    for each in given:
-        if not isinstance(each, str):
+    urls: list[str] = []
+    for address in addresses:
+        if not isinstance(address, str):
             raise ConfigurationError(
-                f"servers: {hide_passwords(repr(each))} is not an address of a server, "
-                f"like 'http://10.0.0.5:30000'."
+                f"servers: {hide_passwords(repr(address))} is not an address of a "
+                f"server, like 'http://10.0.0.5:30000'."
             )
-        url, login = split_credentials(each)
+        url, login = split_credentials(address)
         if login is not None:
             raise ConfigurationError(
                 f"servers: give {url} without user and password; servers of one engine "
                 f"have the same api_key."
             )
-        if url in found:
+        if url in urls:
             raise ConfigurationError(f"servers names {url} twice.")
-        found.append(url)
-    return tuple(found)
+        urls.append(url)
+    return tuple(urls)
 
 
 def _release(replica: Replica) -> None:

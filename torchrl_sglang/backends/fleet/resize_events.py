@@ -1,8 +1,8 @@
-"""What follows when servers join an engine that runs, or leave it. Pure.
+"""Events of servers that join or leave a running engine, as pure transitions.
 
-A server that joins serves when it holds the current weights: it is polled first, as one
-that was started again. A server that leaves finishes its requests before it is removed,
-and takes part in weight updates until then, so that no update breaks.
+A joining server serves when it holds the current weights: it is polled first, like a
+restarted server. A leaving server finishes its requests before it is removed, and takes
+part in weight updates until then, so that no update breaks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from torchrl_sglang.support.checks import some_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined(Event):
-    """Servers that run have become servers of the engine.
+    """Running servers have become servers of the engine.
 
     Raises:
         ServerUnavailableError: if the engine was shut down.
         WeightSyncStateError: if it is asleep.
-        ConfigurationError: if one is a server of the engine already.
+        ConfigurationError: if a server belongs to the engine already.
     """
 
     replicas: tuple[Replica, ...]
-    """The servers; their ranks follow here."""
+    """New servers, without ranks; ranks are assigned on join."""
 
     def _apply(self, step: Step) -> None:
         check_can_join(step.state, [replica.url for replica in self.replicas])
@@ -45,11 +45,11 @@ class Joined(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveBegan(Event):
-    """Servers get no more requests, and finish those that they have.
+    """Servers get no more requests, and finish their own.
 
     Raises:
-        ConfigurationError: if one is no server of the engine, or leaves already, or if
-            no server would be left that serves.
+        ConfigurationError: if a server is not of the engine, or leaves already, or if
+            no serving server would be left.
     """
 
     urls: tuple[str, ...]
@@ -59,7 +59,7 @@ class LeaveBegan(Event):
         check_can_leave(step.state, self.urls)
         for replica in step.state.replicas:
             if replica.url in self.urls:
-                # One that has ended is not started again.
+                # A dead server is not restarted while it leaves.
                 state = "leaving" if replica.runs else "lost"
                 step.put(replica, state=state, reason="It is being removed.")
                 step.do(CancelStart(rank=replica.rank))
@@ -102,7 +102,7 @@ class Left(Event):
 
 
 def join(step: Step, replica: Replica, rank: int) -> None:
-    """Adds a server that runs; it is polled before it serves."""
+    """Adds a running server; it is polled before it serves."""
     state = step.state
     new = replace(
         replica,
@@ -112,17 +112,17 @@ def join(step: Step, replica: Replica, rank: int) -> None:
         restarted=True,
         reason=f"The server at {replica.url} has joined.",
     )
-    replicas = sorted([*state.replicas, new], key=lambda each: each.rank)
+    replicas = sorted([*state.replicas, new], key=lambda member: member.rank)
     step.set(replicas=tuple(replicas), next_rank=max(state.next_rank, rank + 1))
     _begin_membership_epoch(step)
     step.do(Check(), Publish())
 
 
 def leave(step: Step, replica: Replica) -> None:
-    """Removes a server; what still waits for it goes on elsewhere."""
-    rest = (each for each in step.state.replicas if each.rank != replica.rank)
+    """Removes a server; requests that still wait for it move elsewhere."""
+    remaining = (m for m in step.state.replicas if m.rank != replica.rank)
     past = step.state.past_restarts + replica.restarts
-    step.set(replicas=tuple(rest), past_restarts=past)
+    step.set(replicas=tuple(remaining), past_restarts=past)
     _begin_membership_epoch(step)
     step.do(
         FailRequests(url=replica.url),
@@ -133,7 +133,7 @@ def leave(step: Step, replica: Replica) -> None:
 
 
 def _begin_membership_epoch(step: Step) -> None:
-    # A weight update forms its group of the servers that ran when it began, and the
+    # An update's process group consists of the servers that ran when it began, and the
     # next epoch begins at its end.
     if step.state.updating is None:
         step.set(weights=step.state.weights.begin_membership_epoch())
@@ -146,31 +146,31 @@ def check_can_join(state: FleetState, urls: Sequence[str]) -> None:
             "The engine was shut down while servers were added; make a new one."
         )
     state.check_awake()
-    known = {replica.url for replica in state.replicas}
+    urls_of_engine = {replica.url for replica in state.replicas}
     for url in urls:
-        if url in known:
+        if url in urls_of_engine:
             raise ConfigurationError(f"{url} is a server of this engine already.")
 
 
 def check_can_leave(state: FleetState, urls: Sequence[str]) -> None:
     """Raises an error if servers cannot leave now; see :class:`LeaveBegan`."""
-    known = {replica.url: replica for replica in state.replicas}
+    members = {replica.url: replica for replica in state.replicas}
     for url in urls:
-        if url not in known:
+        if url not in members:
             raise ConfigurationError(
                 f"{url} is no server of this engine; its servers are "
-                f"{', '.join(some_of(known))}."
+                f"{', '.join(some_of(members))}."
             )
-        if known[url].state == "leaving":
+        if members[url].state == "leaving":
             raise ConfigurationError(f"{url} is being removed already.")
-    rest = [each for each in state.replicas if each.url not in urls]
-    if not any(each.state != "leaving" for each in rest):
+    remaining = [replica for replica in state.replicas if replica.url not in urls]
+    if not any(replica.state != "leaving" for replica in remaining):
         raise ConfigurationError(
             f"Without {', '.join(some_of(urls))}, the engine has no server left. Add "
             f"another server first, or call shutdown()."
         )
-    if state.serving and not any(each.state == "serving" for each in rest):
-        waiting = ", ".join(some_of(f"{r.url} is {r.status}" for r in rest))
+    if state.serving and not any(replica.state == "serving" for replica in remaining):
+        waiting = ", ".join(some_of(f"{r.url} is {r.status}" for r in remaining))
         raise ConfigurationError(
             f"Without {', '.join(some_of(urls))}, no server of the engine serves: "
             f"{waiting}. Remove it when another one serves; a server that was added "

@@ -1,4 +1,4 @@
-"""The choice of a server for a request: in turn, by session, failed ones last."""
+"""Selection of a server for a request: in turn, by session, failed servers last."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Collection, Sequence
 from torchrl_sglang.backends.fleet.replica import Replica
 
 MAX_SESSIONS = 4096
-"""Sessions whose server is remembered; a prefix cache holds fewer."""
+"""Most sessions with a remembered server; a prefix cache holds fewer."""
 
 MOST_COMPARED = 32
-"""Servers whose sessions are compared for a new one."""
+"""Most servers whose sessions are compared for a new session."""
 
 FAILURE_SECONDS = 1.0
 """A server that failed is chosen last for this long."""
@@ -24,13 +24,13 @@ _NEVER = 4
 class Routing:
     """Chooses servers in turn, one server per session, failed servers last.
 
-    A choice looks at a few servers, however many there are. Sessions name a server by
-    its rank, which stays the same.
+    The cost of a choice does not grow with the number of servers. Sessions refer to a
+    server by its constant rank.
     """
 
     def __init__(self, sessions: dict[str, int] | None = None) -> None:
         self.sessions = sessions or {}
-        """Session -> rank of the server that has its prefix."""
+        """Session -> rank of the server with its prefix."""
         self._counts = Counter(self.sessions.values())
         self._failed_at: dict[str, float] = {}
         self._turn = 0
@@ -42,24 +42,26 @@ class Routing:
     def choose(
         self, replicas: Sequence[Replica], session: str | None, avoid: Collection[str]
     ) -> Replica | None:
-        """Returns a serving server, if possible none to ``avoid``.
+        """Returns a serving server, preferably none to ``avoid``.
 
-        A new session gets the one with the fewest among those whose turn is next.
+        A new session gets the server with the fewest sessions among the next in turn.
         """
         if session is None:
-            found = self._next(replicas, avoid, 1)
-            return self._take(replicas, found[0]) if found else None
+            places = self._next(replicas, avoid, 1)
+            return self._take(replicas, places[0]) if places else None
         # Most recently used last: the oldest are forgotten first.
         home = self.sessions.pop(session, None)
         chosen = _find(replicas, home)
         if chosen is None or self._rank(chosen, avoid) > 0:
-            found = self._next(replicas, avoid, MOST_COMPARED)
+            places = self._next(replicas, avoid, MOST_COMPARED)
             if home is not None:
                 self._counts[home] -= 1
-            if not found:
+            if not places:
                 return None
-            if all(replicas[place].rank != home for place in found):
-                place = min(found, key=lambda each: self._counts[replicas[each].rank])
+            if all(replicas[place].rank != home for place in places):
+                place = min(
+                    places, key=lambda index: self._counts[replicas[index].rank]
+                )
                 chosen = self._take(replicas, place)
             assert chosen is not None
             self._counts[chosen.rank] += 1
@@ -69,23 +71,23 @@ class Routing:
         return chosen
 
     def _take(self, replicas: Sequence[Replica], place: int) -> Replica:
-        """Returns the server at a place of the list; the next one's turn comes."""
+        """Returns the server at a position; its successor has the next turn."""
         self._turn = place + 1
         return replicas[place]
 
     def _next(
         self, replicas: Sequence[Replica], avoid: Collection[str], most: int
     ) -> list[int]:
-        """Returns the places of the best servers, from the one whose turn it is."""
-        found: dict[int, list[int]] = {}
+        """Returns the positions of the best servers, in turn."""
+        by_preference: dict[int, list[int]] = {}
         for step in range(len(replicas)):
             index = (self._turn + step) % len(replicas)
             rank = self._rank(replicas[index], avoid)
             if rank < _NEVER:
-                found.setdefault(rank, []).append(index)
-            if len(found.get(0, ())) == most:
+                by_preference.setdefault(rank, []).append(index)
+            if len(by_preference.get(0, ())) == most:
                 break
-        return found[min(found)] if found else []
+        return by_preference[min(by_preference)] if by_preference else []
 
     def _rank(self, replica: Replica, avoid: Collection[str]) -> int:
         """Returns 0 for the best choice."""
@@ -97,9 +99,9 @@ class Routing:
 
 
 def _find(replicas: Sequence[Replica], rank: int | None) -> Replica | None:
-    """Returns the server of a rank in a list in their order; ``None``: removed."""
+    """Returns the server of a rank in a list in order of ranks; ``None``: removed."""
     if rank is None:
         return None
-    place = bisect.bisect_left(replicas, rank, key=lambda each: each.rank)
-    found = place < len(replicas) and replicas[place].rank == rank
-    return replicas[place] if found else None
+    place = bisect.bisect_left(replicas, rank, key=lambda replica: replica.rank)
+    is_present = place < len(replicas) and replicas[place].rank == rank
+    return replicas[place] if is_present else None

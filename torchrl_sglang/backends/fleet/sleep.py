@@ -1,12 +1,13 @@
 """Sleep and wake-up: servers release GPU memory for a trainer on the same GPU.
 
-A server ends when it is asked to release memory while a request runs, to release memory
-twice, or to resume memory that it has not released. So the order of the calls is::
+A server ends when it gets a request to release memory while a request runs, to release
+memory twice, or to resume memory that it has not released. So the order of the calls
+is::
 
     sleep:    refuse new requests -> drain or abort -> pause -> release
     wake_up:  resume memory -> continue generation
 
-:attr:`.Replica.released` is what each server has released. Servers stay paused while
+:attr:`.Replica.released` has each server's released memory. Servers stay paused while
 any of them sleeps. Released weights are lost, so inconsistent until the next update.
 """
 
@@ -44,22 +45,22 @@ MEMORY_TIMEOUT_SECONDS = 120.0
 """Timeout to release or resume memory; weights with a CPU backup are copied."""
 
 END_SECONDS = 5.0
-"""Time for a process to end after its server has hung up, in seconds."""
+"""Time in seconds for a process to end after its server has hung up."""
 
 
 def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
     """Returns kinds of memory as a set."""
-    wanted = frozenset([tags] if isinstance(tags, str) else tags)
-    if not wanted or wanted.difference(MEMORY_TAGS):
+    kinds = frozenset([tags] if isinstance(tags, str) else tags)
+    if not kinds or kinds.difference(MEMORY_TAGS):
         raise ConfigurationError(
             f"tags={tags!r} names no memory that can sleep; give one or more of "
             f"{', '.join(map(repr, MEMORY_TAGS))}."
         )
-    return wanted
+    return kinds
 
 
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
-    """Checks that the servers were started with the options that sleep needs."""
+    """Checks that the servers were started with the options for sleep."""
     if not capabilities.can_sleep:
         name, value, needed = next(sleep_obstacles(capabilities.args))
         raise UnsupportedByServerError(
@@ -87,7 +88,7 @@ class SleepControl:
         self._control = control
         self._in_flight = in_flight
         self._abort = abort
-        # A call that was interrupted may still run.
+        # An interrupted call may still run.
         self._lock = asyncio.Lock()
 
     async def sleep(
@@ -113,19 +114,19 @@ class SleepControl:
             if abort_first:
                 await self._abort()
             while True:
-                others = 0
+                total = 0
                 if not abort_first:
-                    others = sum(map(sum, await self._control.loads()))
+                    total = sum(map(sum, await self._control.loads()))
                 # Read last, so that no request begins before the fleet falls asleep.
-                own = self._in_flight()
-                if not own and not others:
+                in_flight = self._in_flight()
+                if not in_flight and not total:
                     self._fleet.apply(FellAsleep(tags=tags))
                     return
                 if time.monotonic() >= deadline:
                     raise ServerTimeoutError(
-                        f"After {timeout:g} s, {own} request(s) of this engine are in "
-                        f"flight and the servers have {others} of all users. Nothing "
-                        f"was released, and generation goes on. Give a longer "
+                        f"After {timeout:g} s, {in_flight} request(s) of this engine "
+                        f"are in flight and the servers have {total} of all users. "
+                        f"Nothing was released, and generation goes on. Give a longer "
                         f"drain_timeout, or abort_first=True."
                     )
                 await asyncio.sleep(0.05)
@@ -163,12 +164,12 @@ class SleepControl:
     async def _resume(self, tags: frozenset[str]) -> None:
         fleet, control = self._fleet, self._control
         await self._notice_restarts()
-        ranks = [each.rank for each in fleet.state.running if each.released & tags]
+        ranks = [r.rank for r in fleet.state.running if r.released & tags]
         failures = await self._each("resume", ranks, tags)
-        before = fleet.asleep
+        asleep = fleet.asleep
         fleet.apply(WokeUp(tags=tags))
         if failures:
-            awake = sum(not each.released & tags for each in _among(fleet, ranks))
+            awake = sum(not replica.released & tags for replica in _among(fleet, ranks))
             raise await self._failure(
                 failures,
                 f"{awake} of {len(ranks)} servers have {format_tags(tags)} again. "
@@ -176,14 +177,14 @@ class SleepControl:
                 partly=awake > 0,
             )
         if not control.urls:
-            # Servers that are started again are not paused.
+            # Restarted servers are not paused.
             fleet.paused = False
         elif not fleet.asleep and fleet.weights.inconsistent is None:
             # A weight update continues generation where weights are inconsistent.
             try:
                 await control.resume()
             except SGLangError as error:
-                fleet.apply(FellAsleep(tags=before))
+                fleet.apply(FellAsleep(tags=asleep))
                 raise await self._failure(
                     [error],
                     "The memory is back, and generation does not go on. Call "
@@ -192,24 +193,24 @@ class SleepControl:
                 ) from error
 
     async def _notice_restarts(self) -> None:
-        """Finds servers that their owner has started again: they have their memory.
+        """Discovers restarts by other owners: a restarted server has its memory.
 
-        SGLang ends when it is told to take back what it has not released.
+        SGLang ends on a request to resume memory that it has not released.
         """
 
         async def ask(replica: Replica) -> None:
             with suppress(SGLangError):
-                found = await self._control.start_id(replica.url)
-                if found and found != replica.start_id:
-                    event = RestartNoticed(rank=replica.rank, start_id=found)
+                start_id = await self._control.start_id(replica.url)
+                if start_id and start_id != replica.start_id:
+                    event = RestartNoticed(rank=replica.rank, start_id=start_id)
                     self._fleet.apply(event)
 
-        asked = [
-            each
-            for each in self._fleet.state.running
-            if each.handle is None and each.start_id and each.released
+        replicas = [
+            replica
+            for replica in self._fleet.state.running
+            if replica.handle is None and replica.start_id and replica.released
         ]
-        await fan_out(ask, asked)
+        await fan_out(ask, replicas)
 
     async def _each(
         self,
@@ -245,44 +246,44 @@ class SleepControl:
     async def _failure(
         self, failures: Sequence[SGLangError], outcome: str, *, partly: bool
     ) -> SGLangError:
-        said = [*map(str, failures), outcome]
-        if any(isinstance(each, ServerUnavailableError) for each in failures):
-            said += await self._ends()
-        return type(failures[0])(" ".join(said), partly=partly)
+        messages = [*map(str, failures), outcome]
+        if any(isinstance(failure, ServerUnavailableError) for failure in failures):
+            messages += await self._ends()
+        return type(failures[0])(" ".join(messages), partly=partly)
 
     async def _ends(self) -> list[str]:
-        """Returns why servers end; a process takes a moment for it."""
+        """Returns the reasons of ended servers; a process takes a moment to end."""
         fleet = self._fleet
-        running = [each.rank for each in fleet.state.running if each.handle is not None]
+        running = [r.rank for r in fleet.state.running if r.handle is not None]
         deadline = time.monotonic() + END_SECONDS
         while running and time.monotonic() < deadline:
             fleet.notice_deaths()
             replicas = _among(fleet, running)
-            if ended := [each for each in replicas if not each.runs]:
-                return [each.reason for each in ended]
+            if reasons := [r.reason for r in replicas if not r.runs]:
+                return reasons
             await asyncio.sleep(0.1)
         return []
 
 
 def _among(fleet: Fleet, ranks: Sequence[int]) -> list[Replica]:
-    """Returns the servers of some ranks as they are now."""
-    found = map(fleet.state.find, ranks)
-    return [replica for replica in found if replica is not None]
+    """Returns the current replicas with these ranks."""
+    replicas = map(fleet.state.find, ranks)
+    return [replica for replica in replicas if replica is not None]
 
 
 def _pauses(paused: bool) -> Sequence[PauseMode]:
     """Returns the pauses after which a scheduler has no request and gets none.
 
-    The first ends what runs and holds new requests back; the second makes a scheduler
-    let go of its last step; the third ends requests that no client waits for, such as a
-    health check. A paused scheduler only ends requests that have been retracted.
+    The first ends running requests and holds new requests back; the second makes a
+    scheduler release its last step; the third ends requests without a waiting client,
+    such as a health check. A paused scheduler only ends retracted requests.
     """
     pauses: tuple[PauseMode, ...] = ("abort", "retract", "abort")
     return ("retract", *pauses) if paused else pauses
 
 
 async def _uncancelled(work: Coroutine[Any, Any, None]) -> None:
-    """Waits until the work has ended, also if the waiting is cancelled."""
+    """Waits until the work has ended, even if the wait is cancelled."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

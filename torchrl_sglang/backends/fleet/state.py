@@ -1,6 +1,6 @@
-"""``FleetState``: the servers of one engine at one moment. Pure.
+"""``FleetState``: the immutable state of one engine's servers.
 
-:func:`.reconcile` alone makes the next state. Everything else reads.
+Only :func:`.reconcile` makes the next state.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class FleetState:
     """The servers, in the order of their ranks. A removed server leaves a gap."""
     weights: ServedWeights
     owner: int
-    """Id of the process that started the servers that have a handle."""
+    """Id of the process that started the servers with a handle."""
     starts_more: bool = False
     """Whether the process with this id can start more."""
     next_rank: int = 0
-    """Rank of the next server that joins; the rank of a removed one is not reused."""
+    """Rank of the next server to join; ranks of removed servers are not reused."""
     past_restarts: int = 0
-    """Number of times that servers were started again which were removed since."""
+    """Number of restarts of servers that were removed since."""
     asleep: frozenset[str] = frozenset()
-    """Kinds of memory that are released: no requests, and no server starts."""
+    """Kinds of released memory: no requests, and no server starts."""
     draining: bool = False
-    """Whether running requests finish and new ones are refused."""
+    """Whether running requests finish and new requests are refused."""
     paused: bool = False
     """Whether this engine object paused generation."""
     closed: bool = False
@@ -51,7 +51,7 @@ class FleetState:
     adapters: AdapterState = field(default_factory=AdapterState)
     """The LoRA adapters."""
     in_router: frozenset[str] = frozenset()
-    """Servers that the router sends requests to."""
+    """Servers in the router."""
 
     def with_replicas(self, *changed: Replica) -> FleetState:
         """Returns the state with other values for some servers."""
@@ -60,20 +60,20 @@ class FleetState:
         return replace(self, replicas=replicas)
 
     def without_suspicion(self, ranks: Iterable[int]) -> FleetState:
-        """Returns the state when servers begin to be polled."""
-        asked = {*ranks}
+        """Returns the state after the start of a poll of these servers."""
+        polled = {*ranks}
         return self.with_replicas(
-            *(replace(r, suspected=False) for r in self.replicas if r.rank in asked)
+            *(replace(r, suspected=False) for r in self.replicas if r.rank in polled)
         )
 
     def without_adapters(
         self, names: Set[str], *, kept: Collection[str] = ()
     ) -> FleetState:
-        """Returns the state when servers, but for some, have dropped LoRA adapters."""
+        """Returns the state after servers, except ``kept``, dropped LoRA adapters."""
         dropped = [
-            replace(each, held_adapters=each.held_adapters - names)
-            for each in self.replicas
-            if each.url not in kept
+            replace(replica, held_adapters=replica.held_adapters - names)
+            for replica in self.replicas
+            if replica.url not in kept
         ]
         adapters = replace(self.adapters, pinned=self.adapters.pinned - names)
         return replace(self.with_replicas(*dropped), adapters=adapters)
@@ -85,7 +85,9 @@ class FleetState:
         # Usually no server was removed.
         if rank < len(self.replicas) and self.replicas[rank].rank == rank:
             return self.replicas[rank]
-        return next((each for each in self.replicas if each.rank == rank), None)
+        return next(
+            (replica for replica in self.replicas if replica.rank == rank), None
+        )
 
     @property
     def running(self) -> list[Replica]:
@@ -94,7 +96,7 @@ class FleetState:
 
     @cached_property
     def urls(self) -> tuple[str, ...]:
-        """Servers that run; in a weight update, those that ran when it began."""
+        """Running servers; in a weight update, the servers that ran when it began."""
         if self.updating is not None:
             return tuple(url for url, _ in self.updating)
         return tuple(replica.url for replica in self.running)
@@ -102,19 +104,19 @@ class FleetState:
     @cached_property
     def serving(self) -> tuple[str, ...]:
         """Servers that get requests."""
-        return tuple(each.url for each in self.replicas if each.state == "serving")
+        return tuple(r.url for r in self.replicas if r.state == "serving")
 
     @property
     def restarting(self) -> list[str]:
-        """Servers that have ended and are started again."""
+        """Servers that have ended and are being restarted."""
         return [r.url for r in self.replicas if r.state == "down" and self.owns(r)]
 
     @property
     def to_poll(self) -> list[Replica]:
-        """Servers that are out of rotation or suspected, or all, of a copy that waits
-        for the end of a mix of weights.
+        """Servers that are out of rotation or suspected; in a copy with inconsistent
+        weights, all of them.
 
-        Not those that this engine started and that ended: they are started again.
+        Owned servers that ended are excluded: they are restarted.
         """
         return [
             replica
@@ -139,14 +141,14 @@ class FleetState:
         return any(map(self.owns, self.replicas))
 
     def owns(self, replica: Replica) -> bool:
-        """Returns whether this process started a server, and starts it again."""
+        """Returns whether this process started a server, and restarts it."""
         return replica.handle is not None and self.owner == os.getpid()
 
     # Whether they generate.
 
     @property
     def generates(self) -> bool:
-        """Whether servers should generate: nothing updates, pauses or releases them."""
+        """Whether servers should generate: no update, pause or sleep."""
         stopped = self.paused or self.draining or self.asleep
         updating = self.updating is not None
         mixed = self.weights.inconsistent and not self.weights.second_hand
@@ -154,38 +156,38 @@ class FleetState:
 
     @property
     def may_look(self) -> bool:
-        """Whether a look at servers tells what they hold: nothing updates them.
+        """Whether polls are conclusive: no update, drain or sleep is in progress.
 
-        It does where a failed update has left them paused: one of them may be gone,
+        They are after a failed update has left servers paused: a server may be gone,
         and the next update is for the others.
         """
         return not (self.draining or self.asleep or self.updating is not None)
 
     @property
     def awaits_weights(self) -> bool:
-        """Whether none serves, and one that was started again waits for weights."""
+        """Whether no server serves, and a restarted server waits for weights."""
         stale = any(replica.state == "stale" for replica in self.replicas)
         return stale and not self.serving and self.generates
 
     @property
     def wanted_adapters(self) -> frozenset[str]:
-        """LoRA adapters that requests may name, under the servers' names."""
+        """Served names of the wanted LoRA adapters."""
         return self.adapters.names
 
     @property
     def most_adapters(self) -> int:
-        """How many adapters the fullest server holds, or may be loading."""
+        """Number of adapters that the fullest server holds, or may be loading."""
         places = set(self.adapters.sending)
         for replica in self.running:
-            places |= {(replica.rank, each) for each in replica.held_adapters}
+            places |= {(replica.rank, adapter) for adapter in replica.held_adapters}
         return max(Counter(rank for rank, _ in places).values(), default=0)
 
     def misses_adapters(self, replica: Replica) -> bool:
-        """Returns whether a server that was started again lacks wanted adapters."""
+        """Returns whether a restarted server lacks wanted adapters."""
         return replica.restarted and not self.wanted_adapters <= replica.held_adapters
 
     def why_stale(self, replica: Replica) -> str:
-        """Returns why a server must not get requests; ``""`` if it may."""
+        """Returns the reason why a server must not get requests; ``""`` if it may."""
         current = self.weights.version
         if replica.version == current == replica.foreign_version:
             return (
@@ -210,7 +212,7 @@ class FleetState:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A sentence on each server that does not serve, of many on the first ones."""
+        """A sentence on each server that does not serve, at most the first few."""
         away = (r for r in self.replicas if r.state != "serving" or r.unreachable)
         return tuple(some_of(map(_problem, away)))
 
@@ -220,9 +222,9 @@ class FleetState:
         now = self.weights
         if now.inconsistent is not None and not now.base_intact:
             return f"The weights of the servers are inconsistent: {now.inconsistent}"
-        stale = (each for each in self.replicas if each.state == "stale")
-        # Others wait for their adapters alone.
-        if any(each.version != now.version for each in stale):
+        stale = (replica for replica in self.replicas if replica.state == "stale")
+        # Others only wait for their adapters.
+        if any(replica.version != now.version for replica in stale):
             return "A server that was started again holds other weights than the rest."
         if now.version != now.checkpoint_version:
             return (
@@ -253,30 +255,30 @@ class FleetState:
             )
 
     def no_server_error(self) -> SGLangError:
-        """Returns the error that says why no server gets requests."""
+        """Returns the error that explains why no server gets requests."""
         stale = [replica for replica in self.replicas if replica.state == "stale"]
-        told = _reasons(stale or self.replicas, " " if stale else "\n")
-        current = (each for each in stale if each.version == self.weights.version)
+        reasons = _reasons(stale or self.replicas, " " if stale else "\n")
+        current = (r for r in stale if r.version == self.weights.version)
         if any(map(self.misses_adapters, current)):
             return ServerUnavailableError(
                 f"The servers that run were started again and are being given their "
-                f"LoRA adapters; try again in a few seconds. {told}"
+                f"LoRA adapters; try again in a few seconds. {reasons}"
             )
         if stale:
             return WeightSyncStateError(
-                f"No server has the current weights. {told} They generate again after "
-                f"the next weight update; send the weights."
+                f"No server has the current weights. {reasons} They generate again "
+                f"after the next weight update; send the weights."
             )
         if all(replica.handle is not None for replica in self.replicas):
             return ServerDiedError(
                 f"No server of the engine is left; each is started again up to "
-                f"max_restarts times. {told}"
+                f"max_restarts times. {reasons}"
             )
-        return ServerUnavailableError(f"No server of the engine is left. {told}")
+        return ServerUnavailableError(f"No server of the engine is left. {reasons}")
 
 
 def _reasons(replicas: Sequence[Replica], between: str) -> str:
-    return between.join(some_of(filter(None, (each.reason for each in replicas))))
+    return between.join(some_of(filter(None, (replica.reason for replica in replicas))))
 
 
 def _problem(replica: Replica) -> str:

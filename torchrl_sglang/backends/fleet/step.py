@@ -1,4 +1,4 @@
-"""What one event changes in the state of the fleet, and the actions so far. Pure."""
+"""State changes and actions of one event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_sglang.backends.fleet.state import FleetState
 
 
 class Step:
-    """The state as one event changes it, and the actions so far."""
+    """The state during one event, and its actions so far."""
 
     def __init__(self, state: FleetState, now: float) -> None:
         self.state = state
@@ -35,13 +35,13 @@ class Step:
         self.state = replace(self.state, **fields)
 
     def put(self, replica: Replica, **fields: Any) -> Replica:
-        """Changes what is known of a server, and returns it."""
+        """Changes the state of a server, and returns it."""
         replica = replace(replica, **fields)
         self.state = self.state.with_replicas(replica)
         return replica
 
     def same_start(self, asked: Replica) -> Replica | None:
-        """Returns what is known of a server now; ``None`` if it is another start."""
+        """Returns the current state of a server; ``None`` if it is another start."""
         now = self.state.find(asked.rank)
         if now is None or now.url != asked.url or now.handle is not asked.handle:
             return None
@@ -49,7 +49,7 @@ class Step:
 
     def move(self, replica: Replica, state: ReplicaState, reason: str) -> Replica:
         """Changes whether a server gets requests."""
-        before, away_since = replica.state, replica.away_since
+        previous, away_since = replica.state, replica.away_since
         replica = self.put(replica, state=state, reason=reason)
         if state == "serving":
             replica = self.put(replica, restarted=False, away_since=None)
@@ -61,17 +61,17 @@ class Step:
                         warning=False,
                     )
                 )
-        elif state != before:
-            # A server that begins to serve was counted when it came back.
+        elif state != previous:
+            # The epoch of a returning server began when it came back.
             self.set(weights=self.state.weights.begin_membership_epoch())
-        if state != before:
+        if state != previous:
             self.do(Check())
         return replica
 
     def take_down(self, replica: Replica, reason: str, *, ended: bool) -> Replica:
-        """Takes a server out of rotation until it is started again or answers.
+        """Takes a server out of rotation until it is restarted or answers.
 
-        The requests of one that has ``ended`` fail now.
+        If it ``ended``, its requests fail now.
         """
         replica = self.move(replica, "down", reason)
         replica = self.put(replica, away_since=replica.away_since or self.now)
@@ -81,7 +81,7 @@ class Step:
         return replica
 
     def take_address(self, replica: Replica, url: str) -> Replica:
-        """Takes over where a server was started again."""
+        """Adopts the address of a restarted server."""
         if url == replica.url:
             return replica
         text = f"The server at {replica.url} is now at {url}."
@@ -92,7 +92,7 @@ class Step:
     def take_back(
         self, replica: Replica, reason: str, *, restarted: bool = True
     ) -> Replica:
-        """Takes a server that runs again; it is polled before it serves."""
+        """Adopts a server that runs again; it is polled before it serves."""
         replica = self.put(
             replica,
             start_id="",
@@ -104,19 +104,19 @@ class Step:
         return self.move(replica, "stale", reason)
 
     def suspect(self, url: str | None = None) -> None:
-        """Lets a server, or each one, be polled although it serves."""
-        asked = (each for each in self.state.replicas if url in (None, each.url))
-        suspected = (replace(each, suspected=True) for each in asked)
+        """Requests a poll of a server, or of each server, although it serves."""
+        matching = (r for r in self.state.replicas if url in (None, r.url))
+        suspected = (replace(replica, suspected=True) for replica in matching)
         self.state = self.state.with_replicas(*suspected)
         self.do(Check())
 
     def decide(self, replica: Replica, version: str) -> None:
-        """Lets a server serve, or not, by the weights and adapters that it holds."""
+        """Lets a server serve, or not, according to its weights and adapters."""
         replica, state = self.put(replica, version=version), self.state
         if state.closed or not replica.runs or replica.state == "leaving":
             return
         if state.updating is not None:
-            # It counts for nothing now, and is asked again afterwards.
+            # The version is void during an update; the server is polled afterwards.
             self.put(replica, suspected=True)
             return
         newer = state.weights.observe(version)
@@ -132,7 +132,7 @@ class Step:
 
 
 class Event(ABC):
-    """Something that happened."""
+    """An event of the fleet."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Version and consistency of the servers' weights. Pure, but for the gate of requests.
+"""Version and consistency of the servers' weights.
 
 An update begins, and then ends in one of three ways::
 
@@ -6,8 +6,8 @@ An update begins, and then ends in one of three ways::
            ├─> abort()                    servers hold what they held before
            └─> mark_inconsistent(reason)  servers may hold a mix of versions
 
-While the weights are inconsistent, the engine refuses to generate; the next commit ends
-that. Every change replaces the frozen :class:`ServedWeights` in the state of the fleet.
+While the weights are inconsistent, the engine refuses to generate, until the next
+commit. Every change replaces the frozen :class:`ServedWeights` in the fleet's state.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ class ServedWeights:
     version: str
     """Version of the current weights."""
     newest: str
-    """Newest version that weights or an adapter have had; no later one reuses it."""
+    """Newest version of weights or an adapter so far; no later one reuses it."""
     checkpoint_version: str | None
     """Version of the checkpoint that the servers started with; ``None``: unknown."""
     inconsistent: str | None = None
     """Reason why the servers may hold a mix of weights; ``None``: consistent."""
     base_intact: bool = False
-    """Only an adapter is wrong, which the next one replaces."""
+    """Only an adapter is inconsistent; the next adapter replaces it."""
     second_hand: bool = False
-    """Another engine object found it, and mends it."""
+    """Another engine object caused the inconsistency, and will end it."""
     abort_epoch: int = 0
     """Number of times that in-flight requests were aborted, to be sent again."""
     membership_epoch: int = 0
     """Grows when a server joins or leaves; a process group is valid for one epoch."""
     in_place_versions: frozenset[str] = frozenset()
-    """Versions that in-flight requests went on with, on a stale KV cache."""
+    """Versions that in-flight requests continued with, on a stale KV cache."""
     clean_versions: frozenset[str] = frozenset()
     """Versions before which the KV cache was flushed."""
 
     @classmethod
     def reported(cls, version: str) -> ServedWeights:
-        """Returns the state of weights of a version that servers report."""
+        """Returns the state of weights with the version that servers report."""
         # A number means that a trainer has sent weights before.
         checkpoint = None if version.isdigit() else version
         return cls(version=version, newest=version, checkpoint_version=checkpoint)
@@ -58,7 +58,7 @@ class ServedWeights:
         return replace(self, newest=newest)
 
     def observe(self, version: str) -> ServedWeights:
-        """Takes over a version that a server reports, if it is newer."""
+        """Adopts a version that a server reports, if it is newer."""
         if version_order(version) <= version_order(self.version):
             return self
         now = replace(self.reserve(version), version=version)
@@ -74,11 +74,11 @@ class ServedWeights:
         )
 
     def for_copy(self) -> ServedWeights:
-        """Returns what a copy in another process knows: it has sent no request."""
+        """Returns the state for a copy in another process, without its requests."""
         return replace(self, abort_epoch=0, second_hand=self.inconsistent is not None)
 
     def abort_requests(self) -> ServedWeights:
-        """In-flight requests are about to be aborted: they go on, or are sent again."""
+        """Begins an abort epoch: in-flight requests continue, or are sent again."""
         return replace(self, abort_epoch=self.abort_epoch + 1)
 
     def begin_membership_epoch(self) -> ServedWeights:
@@ -116,12 +116,12 @@ class RequestGate:
         self._held: Future[None] | None = None
 
     def close(self) -> None:
-        """Lets no request be sent from now on."""
+        """Holds requests back from now on."""
         with self._lock:
             self._held = self._held or Future()
 
     def open(self) -> None:
-        """Lets requests be sent again."""
+        """Releases held requests."""
         with self._lock:
             held, self._held = self._held, None
         if held is not None:
@@ -130,12 +130,13 @@ class RequestGate:
     async def passed(self) -> None:
         """Waits until requests may be sent."""
         while (held := self._held) is not None:
-            # Several wait for it, and one that is cancelled must not end it.
+            # Shielded: several requests wait for it, and a cancelled request must not
+            # end it.
             await asyncio.shield(asyncio.wrap_future(held))
 
 
 class WeightUpdate:
-    """Reports to the engine what a weight update does and how it ended.
+    """Reports the steps and the outcome of a weight update to the engine.
 
     ``change`` replaces the engine's :class:`ServedWeights`; ``before`` is the last one.
     """
@@ -151,7 +152,7 @@ class WeightUpdate:
         self._gate = gate
         self._in_place = self._flushed = False
         self.version: str | None = None
-        """Version that was committed; ``None`` before."""
+        """Committed version; ``None`` before."""
 
     @property
     def was_inconsistent(self) -> bool:
@@ -159,16 +160,16 @@ class WeightUpdate:
         return self._before.inconsistent is not None and not self._before.base_intact
 
     def commit(self, version: str, *, checkpoint: bool = False) -> None:
-        """Every server holds this version; call it before generation resumes.
+        """Commits a version that every server holds; call it before generation resumes.
 
-        ``checkpoint``: it is the weights that the servers were started with.
+        ``checkpoint``: these are the weights that the servers were started with.
         """
         options = {"in_place": self._in_place, "flushed": self._flushed}
         self._change(lambda now: now.commit(version, checkpoint=checkpoint, **options))
         self.version = version
 
     def abort(self) -> None:
-        """The servers hold what they held when the update began."""
+        """Ends an update without a change on the servers."""
         before = self._before
         self._end(before.inconsistent, base_intact=before.base_intact)
 
@@ -177,14 +178,15 @@ class WeightUpdate:
         self._change(lambda now: now.reserve(version))
 
     def mark_inconsistent(self, reason: str, *, base_intact: bool = False) -> None:
-        """The servers may hold a mix of old and new weights: refuse to generate.
+        """Refuses generation: the servers may hold a mix of old and new weights.
 
-        ``base_intact``: only an adapter is wrong, which the next one replaces.
+        ``base_intact``: only an adapter is inconsistent, and the next adapter replaces
+        it.
         """
         self._end(reason, base_intact=base_intact)
 
     def replaced_adapter(self) -> None:
-        """Requests carry a new adapter, in place of one that was wrong."""
+        """Ends an adapter's inconsistency: requests carry a new adapter."""
         if self._before.base_intact:
             self._end(None)
 
@@ -194,21 +196,21 @@ class WeightUpdate:
         self._change(partial(mark, reason=reason, base_intact=base_intact))
 
     def aborts_requests(self) -> None:
-        """In-flight requests are about to be aborted: they go on, or are sent again."""
+        """Begins an abort epoch: in-flight requests continue, or are sent again."""
         self._change(ServedWeights.abort_requests)
 
     def holds_requests(self) -> None:
-        """No request may be sent until they are released, or the update has ended."""
+        """Holds requests back until their release, or the end of the update."""
         self._gate.close()
 
     def releases_requests(self) -> None:
-        """Requests may be sent again."""
+        """Releases held requests."""
         self._gate.open()
 
     def keeps_requests(self) -> None:
-        """In-flight requests continue with the new weights on a stale KV cache."""
+        """Records that in-flight requests continue on a stale KV cache."""
         self._in_place = True
 
     def flushed(self) -> None:
-        """The KV cache of the old weights is gone."""
+        """Records that the KV cache of the old weights was flushed."""
         self._flushed = True

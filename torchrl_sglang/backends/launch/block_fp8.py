@@ -1,8 +1,8 @@
-"""Servers that hold linear layers as FP8 in blocks, filled by weight updates.
+"""Servers with block-FP8 linear layers, which weight updates fill.
 
-SGLang takes the block configuration of a checkpoint from the model's configuration, in
-which ``--json-model-override-args`` puts it for a checkpoint in bfloat16. The servers
-begin with random weights (``--load-format dummy``), which need no FP8 checkpoint.
+SGLang reads the block configuration of a checkpoint from the model's configuration; for
+a bfloat16 checkpoint, ``--json-model-override-args`` adds it. The servers begin with
+random weights (``--load-format dummy``), which need no FP8 checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ QUANTIZATION: Mapping[str, Any] = {
     "activation_scheme": "dynamic",
     "weight_block_size": [BLOCK, BLOCK],
 }
-"""Of a model's configuration, as in the checkpoints of DeepSeek-V3."""
+"""Entry of a model's configuration, as in the checkpoints of DeepSeek-V3."""
 
 FAMILIES = (
     "llama",
@@ -34,7 +34,7 @@ FAMILIES = (
     "qwen3",
     "qwen3_moe",
 )
-"""Values of ``model_type`` whose linear layers are those that the encoding knows."""
+"""Values of ``model_type`` whose linear layers the encoding supports."""
 
 _SET = ("quantization", "load_format")
 """Arguments of a server that ``rollout_dtype="fp8"`` sets."""
@@ -44,7 +44,7 @@ UNFILLED = (
     "They were started with rollout_dtype='fp8' and hold random weights; send them the "
     "trainer's with SGLangWeightSyncScheme."
 )
-"""Why they do not generate before the first weight update."""
+"""Reason why they do not generate before the first weight update."""
 
 
 def rollout_arguments(
@@ -56,10 +56,10 @@ def rollout_arguments(
         rollout_dtype: the type.
         model: folder or hub name.
         given: arguments of the servers, under SGLang's names.
-        device: that the servers run on.
+        device: device of the servers.
 
     Raises:
-        ConfigurationError: if the type, the model or an argument does not go with it.
+        ConfigurationError: if the type, the model and the arguments are incompatible.
     """
     if rollout_dtype != "fp8":
         raise ConfigurationError(
@@ -79,10 +79,10 @@ def block_fp8_arguments(
     Args:
         config: the model's configuration, as transformers has it.
         given: arguments of the servers, under SGLang's names.
-        device: that the servers run on.
+        device: device of the servers.
 
     Raises:
-        ConfigurationError: if the model or an argument does not go with it.
+        ConfigurationError: if the model and the arguments are incompatible.
     """
     if device == "cpu":
         raise ConfigurationError(
@@ -125,9 +125,9 @@ def block_fp8_arguments(
 
 
 def _misfit(text: Any, tp_size: int) -> str | None:
-    """Returns the first size on a rank that is no multiple of a block.
+    """Returns the first size on a rank that is not a multiple of a block.
 
-    The rule is that of SGLang's ``Fp8LinearMethod.validate_block_quant_shapes``.
+    The rule of SGLang's ``Fp8LinearMethod.validate_block_quant_shapes``.
     """
     for name, size, parts in _sizes(text, tp_size):
         if size % parts or size // parts % BLOCK:
@@ -137,7 +137,7 @@ def _misfit(text: Any, tp_size: int) -> str | None:
 
 
 def _sizes(text: Any, tp_size: int) -> Iterator[tuple[str, int, int]]:
-    """Yields name, size and number of parts of the sides that blocks must divide."""
+    """Yields name, size and number of parts of dimensions that blocks must divide."""
     heads = int(text.num_attention_heads)
     width = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)

@@ -1,8 +1,8 @@
-"""CUDA graphs of a server for as many requests at once as training sends.
+"""CUDA graphs of a server for as many concurrent requests as training sends.
 
 SGLang captures graphs for up to 256 requests on GPUs of 80 or 140 GB with ``tp_size``
-below 4, and computes a step of more of them without: with 0.5B shapes on an H200 at a
-third of the speed. A batch of 64 groups of 8 is 512.
+below 4, and runs larger steps without: with 0.5B shapes on an H200 at a third of the
+speed. A batch of 64 groups of 8 is 512.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any
 from torchrl_sglang.backends.launch.gpus import query_gpus
 
 UP_TO = 512
-"""Requests, as vLLM captures graphs for, and SGLang from ``tp_size=4`` on."""
+"""Number of requests with graphs in vLLM, and in SGLang from ``tp_size=4`` on."""
 
 SGLANG = 256
-"""Those that SGLang captures graphs for below that; it needs no argument for as few."""
+"""Number of requests with graphs in SGLang below that, without an argument."""
 
 ARGUMENT = "cuda_graph_max_bs_decode"
 
 LEAST_MEMORY = 60 * 1024
-"""MiB of a GPU from which on SGLang itself captures graphs for hundreds of requests."""
+"""Smallest GPU, in MiB, on which SGLang itself captures graphs for hundreds of
+requests."""
 
 LEAST_HEADROOM = 10 * 1024
-"""MiB that SGLang leaves on such a GPU for activations and graphs, at least."""
+"""Least memory, in MiB, that SGLang leaves on such a GPU for activations and graphs."""
 
 OTHERS = (
     "cuda_graph",
@@ -36,8 +37,8 @@ OTHERS = (
     "enable_dp_attention",
     "moe_a2a_backend",
 )
-"""Beginnings of arguments beside which nothing is set: they say what graphs there are,
-or multiply what these need."""
+"""Prefixes of arguments that exclude the default: they determine the graphs, or
+multiply their memory."""
 
 
 def graph_arguments(
@@ -63,17 +64,17 @@ def graph_arguments(
     """
     if ARGUMENT not in known or memory is None or memory < LEAST_MEMORY:
         return {}
-    given = (arguments[name] for name in arguments if name.startswith(OTHERS))
-    if any(value is not None and value is not False for value in given):
+    values = (arguments[name] for name in arguments if name.startswith(OTHERS))
+    if any(value is not None and value is not False for value in values):
         return {}
-    # All machines of a server have to capture the same graphs, and this looks at one.
+    # All machines of a server must capture the same graphs, and this checks only one.
     nodes = _number(arguments.get("nnodes"), 1)
     share = _number(arguments.get("mem_fraction_static"), 0.0)
-    most = _number(arguments.get("max_running_requests"), UP_TO)
-    # Also where one of them is no number, which SGLang itself tells.
-    if not (nodes <= 1 and (1 - share) * memory >= LEAST_HEADROOM and most > SGLANG):
+    largest = _number(arguments.get("max_running_requests"), UP_TO)
+    # Also if a value is not a number, which SGLang itself reports.
+    if not (nodes <= 1 and (1 - share) * memory >= LEAST_HEADROOM and largest > SGLANG):
         return {}
-    return {ARGUMENT: int(min(most, UP_TO))}
+    return {ARGUMENT: int(min(largest, UP_TO))}
 
 
 def _number(value: Any, default: float) -> float:
@@ -89,13 +90,13 @@ def _number(value: Any, default: float) -> float:
 def gpu_memory() -> int | None:
     """Returns MiB of this machine's smallest GPU, as SGLang reads it.
 
-    None where nvidia-smi does not tell, or where GPUs are divided (MIG).
+    None if nvidia-smi does not report it, or if GPUs are divided (MIG).
     """
     return least_memory(query_gpus("memory.total", "mig.mode.current"))
 
 
 def least_memory(gpus: Sequence[Sequence[str]]) -> int | None:
-    """Returns the least memory of undivided GPUs in MiB; None: not known.
+    """Returns the least memory of undivided GPUs in MiB; None: unknown.
 
     Examples:
         >>> least_memory([("143771", "Disabled"), ("81559", "[N/A]")])

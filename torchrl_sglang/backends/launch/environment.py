@@ -1,12 +1,11 @@
-"""The environment of a server or a router: what it inherits from the trainer.
+"""The environment of a server or a router, without the trainer's rank variables.
 
-A trainer is often one of many ranks, and its launcher tells it so in variables. A
-server that inherits them takes itself for a rank: with torchrun's
+A trainer is often one of many ranks, and its launcher passes its rank in variables. A
+server that inherits them acts as a rank: with torchrun's
 ``TORCHELASTIC_USE_AGENT_STORE=True``, SGLang waits for a store that nobody hosts. The
 variables of known launchers are listed here and not inherited. Everything else is:
 ``PATH``, ``HOME``, and the user's settings for CUDA, NCCL, Hugging Face, proxies and
 SGLang. A server with its own Python does not inherit the trainer's search path.
-
 Variables in the user's ``environment=`` are always passed.
 """
 
@@ -20,44 +19,44 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_mapping
 
 LAUNCHER_VARIABLES: Mapping[str, str] = {
-    # Libraries take the trainer's place among its ranks for the server's, load another
-    # rank's share or meet the trainer's store.
+    # Libraries mistake the trainer's rank for the server's, load another rank's share
+    # or connect to the trainer's store.
     "torch.distributed": "RANK WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT LOCAL_RANK "
     "LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE",
     # The server's own process group would wait for the agent's store, and handle NCCL's
-    # errors in another way than by torch's default.
+    # errors differently from torch's default.
     "torchrun": "TORCHELASTIC_* TORCH_ELASTIC_* PET_* "
     "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING",
-    # transformers reads them, and loads weights as a rank of FSDP does.
+    # transformers reads them, and loads weights as a rank of FSDP.
     "accelerate": "ACCELERATE_* FSDP_* MEGATRON_LM_* PARALLELISM_CONFIG_* "
     "FORK_LAUNCHED",
-    # The trainer's place among its ranks, and how it trains.
+    # The trainer's rank, and its training mode.
     "DeepSpeed": "LOCAL_SIZE CROSS_RANK CROSS_SIZE DEEPSPEED_* DS_*",
     "Horovod": "HOROVOD_*",
-    # MPI and PMI libraries would join the trainer's job as one of its ranks.
+    # MPI and PMI libraries would join the trainer's job as a rank.
     "Slurm": "SLURM_* SLURMD_* SRUN_* SBATCH_*",
     "MPI": "OMPI_* ORTE_* PRTE_* OPAL_* PMI_* PMI2_* PMIX_* MPI_LOCALRANKID "
     "MPI_LOCALNRANKS MPIRUN_* I_MPI_HYDRA_* HYDRA_* HYDI_* MV2_COMM_WORLD_* "
     "MPISPAWN_* PALS_* ALPS_APP_PE JSM_NAMESPACE_*",
-    # These make a process a worker of the raylet that started it, and need Ray's
-    # debugger. The address of the cluster (RAY_ADDRESS) is passed on.
+    # These make a process a worker of the parent raylet, and need Ray's debugger. The
+    # address of the cluster (RAY_ADDRESS) is passed on.
     "Ray": "RAY_JOB_ID RAY_RAYLET_PID RAY_NODE_ID RAY_WORKER_* RAY_ACTOR_* RAY_TASK_* "
     "RAY_RUNTIME_ENV_* RAY_CLIENT_MODE RAY_LD_PRELOAD_ON_WORKERS SPT_NOENV "
     "PYTHONBREAKPOINT=ray.*",
     # These make a process a kernel of the notebook's server, and need its packages.
     "Jupyter": "JPY_* MPLBACKEND=module://*inline*",
 }
-"""Launcher -> variables of it that are not inherited, separated by spaces.
+"""Launcher -> its variables that are not inherited, separated by spaces.
 
-``*`` matches any text. With another value than a given one, a variable is the user's.
+``*`` matches any text. ``NAME=value`` matches only this value.
 """
 
 SETTERS_OF_ONE_THREAD = ("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID")
-"""Variables of torchrun and Ray, which set ``OMP_NUM_THREADS=1`` if the user sets
-nothing, so that ranks do not take each other's cores; it is not inherited either."""
+"""Launchers that force ``OMP_NUM_THREADS=1`` unless the user sets it; servers do not
+inherit that value."""
 
 INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
-"""Variables with which an interpreter finds its packages; not for another one."""
+"""Variables for the package search of one interpreter, not for another."""
 
 
 def inherited_environment(
@@ -65,7 +64,7 @@ def inherited_environment(
 ) -> dict[str, str]:
     """Returns the variables that a server inherits from a trainer's.
 
-    ``own_python``: the server's interpreter is another one than the trainer's.
+    ``own_python``: the server's interpreter differs from the trainer's.
     """
     patterns = " ".join(LAUNCHER_VARIABLES.values()).split()
     if any(name in environment for name in SETTERS_OF_ONE_THREAD):
@@ -80,10 +79,10 @@ def inherited_environment(
 
 
 def check_environment(given: Any) -> dict[str, str]:
-    """Returns the variables that a user gives a server; ``None`` are none.
+    """Returns the user's variables for a server; ``None`` means no variables.
 
     Raises:
-        ConfigurationError: if they are no texts by their names.
+        ConfigurationError: if a name or a value is not a string.
     """
     if given is None:
         return {}

@@ -1,10 +1,10 @@
-"""The GPUs that there are, those that this process sees, and those of each server.
+"""The existing GPUs, the visible GPUs, and the GPUs of each server.
 
-They are counted without initialising CUDA, so that the trainer can fork.
+They are counted without initializing CUDA, so that the trainer can fork.
 
 A server is confined to its GPUs with ``CUDA_VISIBLE_DEVICES``, not with SGLang's
 ``base_gpu_id`` and ``gpu_id_step``: those select evenly spaced GPUs only, let every
-process of the server open a context on the trainer's GPU, and know no UUIDs. NCCL
+process of the server open a context on the trainer's GPU, and support no UUIDs. NCCL
 (since CUDA 10.1) reaches GPUs that its own process does not see: between two H200s a
 broadcast runs at 367 GB/s whether or not each side sees the other's.
 """
@@ -25,14 +25,14 @@ _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 _SIZES = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""The variable that confines a process to some GPUs."""
+"""Variable that confines a process to some GPUs."""
 
 ASK_SECONDS = 60.0
 """Timeout of nvidia-smi."""
 
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
-    """Returns the number of this machine's GPUs that a server takes."""
+    """Returns the number of GPUs that a server takes on this machine."""
     tensor, pipeline, data, nodes = check_sizes(arguments)
     # Data-parallel attention shares the tensor-parallel GPUs; plain copies do not.
     copies = 1 if arguments.get("enable_dp_attention") else data
@@ -48,7 +48,7 @@ def check_sizes(arguments: Mapping[str, Any]) -> list[int]:
     """Returns ``tp_size``, ``pp_size``, ``dp_size`` and ``nnodes``, by default 1.
 
     Raises:
-        ConfigurationError: if one of them is no number of GPUs or machines.
+        ConfigurationError: if a value is not a number of GPUs or machines.
     """
     return [_size(name, arguments.get(name)) for name in _SIZES]
 
@@ -79,8 +79,8 @@ def assign_devices(
         cuda_devices: the GPUs for all servers, like ``[4, 5, 6, 7]``, or a group for
             each, like ``[[4, 5], [6, 7]]``; groups may share GPUs. An integer,
             ``"cuda:4"`` and a :class:`torch.device` are the trainer's ``cuda:4``; any
-            other string is a name that ``CUDA_VISIBLE_DEVICES`` takes, such as a UUID,
-            also of a GPU that the trainer does not see.
+            other string is a name for ``CUDA_VISIBLE_DEVICES``, such as a UUID, also of
+            a GPU that the trainer does not see.
         available: the visible GPUs.
 
     Examples:
@@ -88,27 +88,27 @@ def assign_devices(
         [('4', '5'), ('6', '7')]
     """
     needed = num_replicas * size
-    why = (
+    reason = (
         f"{num_replicas} server{'s' * (num_replicas > 1)} with {size} GPU"
         f"{'s' * (size > 1)} each need {needed} GPU{'s' * (needed > 1)}"
     )
     if cuda_devices is None:
         if needed > len(available):
             raise ConfigurationError(
-                f"{why}, and {_shown(available)}. Ask for fewer replicas or a smaller "
-                f"tp_size, make more GPUs visible, or let servers share them with "
-                f"cuda_devices=[[0], [0]]."
+                f"{reason}, and {_shown(available)}. Ask for fewer replicas or a "
+                f"smaller tp_size, make more GPUs visible, or let servers share them "
+                f"with cuda_devices=[[0], [0]]."
             )
         return _split(available[len(available) - needed :], size)
-    given = list(cuda_devices)
-    if all(isinstance(item, (list, tuple)) for item in given):
-        groups = [_names(group, available) for group in given]
+    devices = list(cuda_devices)
+    if all(isinstance(item, (list, tuple)) for item in devices):
+        groups = [_names(group, available) for group in devices]
     else:
-        groups = _split(_names(given, available), size)
+        groups = _split(_names(devices, available), size)
     if [len(group) for group in groups] != [size] * num_replicas:
         raise ConfigurationError(
-            f"cuda_devices={given!r} is neither {needed} GPU{'s' * (needed > 1)} nor "
-            f"{num_replicas} group{'s' * (num_replicas > 1)} of {size}; {why}."
+            f"cuda_devices={devices!r} is neither {needed} GPU{'s' * (needed > 1)} nor "
+            f"{num_replicas} group{'s' * (num_replicas > 1)} of {size}; {reason}."
         )
     return groups
 
@@ -116,12 +116,12 @@ def assign_devices(
 def device_environment(
     devices: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns variables that confine a server to GPUs; none: all the trainer sees."""
+    """Returns variables that confine a server to GPUs; none: all visible GPUs."""
     # Both ends of a communicator must agree, and SGLang's own default is 0.
-    found = {"NCCL_CUMEM_ENABLE": environment.get("NCCL_CUMEM_ENABLE", "0")}
+    variables = {"NCCL_CUMEM_ENABLE": environment.get("NCCL_CUMEM_ENABLE", "0")}
     if devices:
-        found[VISIBLE_DEVICES] = ",".join(devices)
-    return found
+        variables[VISIBLE_DEVICES] = ",".join(devices)
+    return variables
 
 
 def _split(names: Sequence[str], size: int) -> list[tuple[str, ...]]:
@@ -158,7 +158,7 @@ def _shown(available: Sequence[str]) -> str:
 
 
 def query_gpus(*fields: str) -> list[tuple[str, ...]]:
-    """Returns fields of each GPU of this machine; none where nvidia-smi does not tell.
+    """Returns fields of each GPU of this machine; none if nvidia-smi is unavailable.
 
     ``nvidia-smi --help-query-gpu`` has their names; memory is in MiB.
     """
@@ -191,10 +191,10 @@ def visible_devices() -> tuple[str, ...]:
 
 
 def free_devices(visible: Sequence[str], taken: Collection[str]) -> list[str]:
-    """Returns the visible GPUs that no server has, nor this process memory on."""
+    """Returns the visible GPUs without a server and without memory of this process."""
     import torch
 
-    # Neither of the two begins to use CUDA.
+    # Neither call initializes CUDA.
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [
         name
@@ -213,10 +213,10 @@ def _count_devices() -> int:
 def parse_visible_devices(value: str | None, count: int) -> tuple[str, ...]:
     """Returns the visible GPUs in the order of ``cuda:0``, ``cuda:1``, ...
 
-    ``value`` is that of ``CUDA_VISIBLE_DEVICES``, and CUDA finds ``count`` GPUs.
+    ``value`` is the value of ``CUDA_VISIBLE_DEVICES``, and CUDA finds ``count`` GPUs.
     """
     if value is None:
         return tuple(str(index) for index in range(count))
     names = [name.strip() for name in value.split(",")]
-    # CUDA ignores everything after the first name that it does not know.
+    # CUDA ignores everything after the first unknown name.
     return tuple(name for name in names if name)[:count]

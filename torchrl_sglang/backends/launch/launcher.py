@@ -1,7 +1,7 @@
-"""Placement and Launcher: how an engine's servers start, wherever they run.
+"""Placement and Launcher: the start of an engine's servers, wherever they run.
 
-A launcher knows where and how its servers run; :func:`launch` knows the order of
-events: all servers start, or none, and then their router.
+A launcher knows the place and the start of its servers; :func:`launch` defines the
+order: all servers start, or none, and then their router.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.urls import LOOPBACK
 
 PROGRESS_SECONDS = 10.0
-"""Interval between log lines on the servers that a start waits for."""
+"""Interval between log lines on the pending starts."""
 
 MOST_TOLD = 4
-"""Servers of which this is logged; the log of another machine's is fetched for it."""
+"""Most servers with such a log line; a remote server's log is fetched for it."""
 
 PHASE_LINES = 100
-"""Last lines of a server's log that its phase is looked for in."""
+"""Last lines of a server's log that are searched for its phase."""
 
 
 ParallelStart = bool | Literal["staggered"] | None
@@ -48,7 +48,7 @@ ParallelStart = bool | Literal["staggered"] | None
 class Launcher(abc.ABC):
     """Starts the servers of one engine. Each has a rank, from 0.
 
-    The suite ``torchrl_sglang.testing.launcher_contract`` says whether it does.
+    ``torchrl_sglang.testing.launcher_contract`` has its contract tests.
     """
 
     num_servers: int
@@ -56,13 +56,13 @@ class Launcher(abc.ABC):
     at_once: int = 1
     """Number of servers that start at the same time."""
     api_key: str | None = None
-    """Key that all servers ask for; ``None``: they ask for none."""
+    """Key that all servers require; ``None``: no key."""
     directory: Directory | None = None
     """Addresses for copies of the engine; ``None`` if no server ever moves."""
 
     @property
     def router_host(self) -> str:
-        """Address on which a router is reached by all who reach the servers."""
+        """Address at which clients of the servers reach a router."""
         return LOOPBACK
 
     @abc.abstractmethod
@@ -70,32 +70,32 @@ class Launcher(abc.ABC):
         """Begins to start a server; does not wait until it is ready."""
 
     def restart(self, rank: int) -> ServerHandle:
-        """Begins to start a server that has ended again; returns a handle of its own.
+        """Begins to restart a server that has ended; returns its own handle.
 
-        Its address may be another one, which is known when it is ready; then there is a
-        :attr:`directory`. By default it is started as before.
+        Its address may change and is known when it is ready; then there is a
+        :attr:`directory`. By default, its start is repeated.
         """
         return self.start(rank)
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases what is reserved for any; none starts again."""
+        """Stops servers, and releases all reservations; none starts again."""
         stop_all(servers)
 
     def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
-        """Makes places for more servers like these, and starts none of them.
+        """Makes places for more servers of the same kind, and starts none of them.
 
-        Copies of the engine learn of them by the :attr:`directory`, if there is one.
+        Copies of the engine discover them in the :attr:`directory`, if there is one.
 
         Args:
             count: number of servers.
-            cuda_devices: their GPUs, as for :meth:`.Placement.bind`. By default those
-                that are free.
+            cuda_devices: their GPUs, as for :meth:`.Placement.bind`. Defaults to free
+                GPUs.
 
         Returns:
-            range: their ranks, which no other server has had.
+            range: their ranks, which are new.
 
         Raises:
-            UnsupportedByServerError: by default: these servers cannot become more.
+            UnsupportedByServerError: by default: servers cannot be added.
             ConfigurationError: if there is no place for them.
         """
         raise UnsupportedByServerError(
@@ -104,10 +104,10 @@ class Launcher(abc.ABC):
         )
 
     def remove(self, rank: int) -> None:  # noqa: B027 - Not every launcher reserves.
-        """Releases what is reserved for a server that was stopped for good."""
+        """Releases the reservation of a server that was stopped for good."""
 
     def where(self, rank: int) -> Location:
-        """Returns where a server runs, or ran last. By default that is unknown."""
+        """Returns the current or last place of a server. By default it is unknown."""
         return Location(host="", gpus=None, visible_gpus=None)
 
     def start_router(self, urls: Sequence[str], **arguments: Any) -> RouterHandle:
@@ -117,8 +117,8 @@ class Launcher(abc.ABC):
 
         Args:
             urls: of the servers.
-            **arguments: ``policy``, ``api_key``, ``host``, ``port`` where it had one
-                before, and those of ``router_args``.
+            **arguments: ``policy``, ``api_key``, ``host``, the ``port`` of its earlier
+                start if there was one, and the ``router_args``.
         """
         return RouterProcess(urls, **arguments)
 
@@ -143,12 +143,11 @@ class Placement(Protocol):
 
         Args:
             num_replicas: number of servers.
-            spec: ``model`` and the other arguments of
-                :func:`~torchrl_sglang.make_sglang_server` that were given, for each
-                server the same.
+            spec: ``model`` and the other given arguments of
+                :func:`~torchrl_sglang.make_sglang_server`, for each server the same.
             start_timeout: of each server, in seconds.
-            parallel: as ``parallel_start`` was given.
-            cuda_devices: as it was given. A placement that assigns GPUs by itself
+            parallel: the value of ``parallel_start``.
+            cuda_devices: the user's value. A placement that assigns GPUs by itself
                 refuses it.
 
         Raises:
@@ -174,7 +173,7 @@ def _start_each(
     begun: Callable[[ServerHandle], object],
     progress: Callable[[str], None] = torchrl_logger.info,
 ) -> list[ServerHandle]:
-    """Starts servers and waits for them; ``begun`` is told of each."""
+    """Starts servers and waits for them; calls ``begun`` with each."""
     servers: list[ServerHandle] = []
     starting: list[ServerHandle] = []
     for rank in ranks:
@@ -209,7 +208,7 @@ def start_more(
     with ExitStack() as undo:
         for rank in ranks:
             undo.callback(launcher.remove, rank)
-        # First, so that what is reserved is free.
+        # First, so that reservations are free.
         undo.callback(stop_all, started)
         servers = _start_each(launcher, ranks, begin)
         undo.pop_all()
@@ -222,7 +221,7 @@ def start_more(
 def _wait_for_fewer(
     starting: list[ServerHandle], number: int, progress: Callable[[str], None]
 ) -> None:
-    """Waits until fewer than ``number`` servers start; removes those that are ready."""
+    """Waits until fewer than ``number`` servers are starting; removes ready ones."""
     next_log = time.monotonic() + PROGRESS_SECONDS
     while len(starting) >= number:
         for server in list(starting):
@@ -237,7 +236,7 @@ def _wait_for_fewer(
 
 
 def _tell(starting: list[ServerHandle], progress: Callable[[str], None]) -> None:
-    """Says what the first of several servers are doing, and how many more start."""
+    """Reports the phase of the first pending starts, and the number of others."""
     for server in starting[:MOST_TOLD]:
         phase = find_phase(server.log_tail(PHASE_LINES))
         progress(f"{server.name} is {phase}; it started {server.age:.0f} s ago.")
@@ -254,13 +253,13 @@ class Launched:
     router: RouterHandle | None = None
     """The router, if there are several servers."""
     start_router: Callable[[Sequence[str]], RouterHandle] | None = None
-    """Begins to start the router again for servers with these addresses."""
+    """Begins to restart the router for servers with these addresses."""
     stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all
-    """Stops servers for good, and releases what is reserved for them."""
+    """Stops servers for good, and releases their reservations."""
     directory: Directory | None = None
     """Addresses of the servers, for copies of the engine."""
     start_more: StartMore | None = None
-    """Starts more servers like these."""
+    """Starts more servers of the same kind."""
 
     def stop(self) -> None:
         """Stops the router and the servers."""
@@ -285,11 +284,13 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
                 **router,
                 "api_key": launcher.api_key,
             }
-            running = launcher.start_router([each.url for each in servers], **router)
+            running = launcher.start_router(
+                [server.url for server in servers], **router
+            )
             running.wait_ready()
-            # The same port, so that everyone who has its address finds it again.
-            again = {**router, "port": URL(running.url).port}
-            start_router = functools.partial(launcher.start_router, **again)
+            # The same port, so that its known address stays valid.
+            fixed = {**router, "port": URL(running.url).port}
+            start_router = functools.partial(launcher.start_router, **fixed)
         undo.pop_all()
     return Launched(
         replicas=replicas,

@@ -48,10 +48,10 @@ CORES_PER_START = 2
 """Processes of a starting server that are busy with imports."""
 
 PORT_SECONDS = 15.0
-"""Wait of a restart for the port of the server that ended."""
+"""Timeout for the port of an ended server to become free."""
 
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
-"""Arguments that count up from server to server, so that samples differ."""
+"""Arguments that are counted up per server, so that samples differ."""
 
 
 class LocalPlacement:
@@ -100,21 +100,20 @@ def make_sglang_server(
 
     Args:
         model: path or hub name of the model.
-        device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
-        python: interpreter that has sglang installed. By default this one on CUDA, and
-            on CPU that of the environment which
-            ``python -m torchrl_sglang.cli.cpu.install`` made.
+        device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` if there is a GPU.
+        python: interpreter with sglang. Defaults to this interpreter on CUDA, and on
+            CPU to the environment of ``python -m torchrl_sglang.cli.cpu.install``.
         start_timeout: timeout for the start, in seconds.
-        environment: variables to add to the server's environment, or to override. What
-            a launcher of ranks (torchrun, accelerate, DeepSpeed, Slurm, MPI, Ray) set
-            for the trainer is not inherited; see
-            ``LAUNCHER_VARIABLES`` in ``backends/launch/environment.py``.
-        sglang_version: on CPU, which of the installed versions to run.
-        cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By
-            default it sees what this process sees, and takes the first ones.
-        weight_loader: ``"traced"`` lets weight updates be loaded by copies that are
-            traced in the model's own loader once; see
-            :meth:`.AsyncSGLang.from_pretrained`. Defaults to ``"sglang"``.
+        environment: variables to add to the server's environment, or to override. Rank
+            variables of the trainer's launcher (torchrun, accelerate, DeepSpeed, Slurm,
+            MPI, Ray) are not inherited; see ``LAUNCHER_VARIABLES`` in
+            ``backends/launch/environment.py``.
+        sglang_version: on CPU, the installed version to run.
+        cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By default
+            it sees the visible GPUs of this process, and takes the first ones.
+        weight_loader: ``"traced"`` loads weight updates by copies that are traced in
+            the model's own loader once; see :meth:`.AsyncSGLang.from_pretrained`.
+            Defaults to ``"sglang"``.
         **server_args: arguments of SGLang's server under its own names, such as
             ``tp_size`` and ``mem_fraction_static``, or under vLLM's. Unknown names are
             refused.
@@ -153,9 +152,9 @@ class LocalLauncher(Launcher):
     """Starts servers as processes on this machine; see :class:`.Launcher`.
 
     ``specs`` has the arguments of :func:`make_sglang_server` for each server. They
-    start all at once (``parallel=True``), one after the other (``False``), or as many
-    as there are cores for (``"staggered"``); by default all at once on GPUs, and
-    staggered on CPU. ``alike`` are the arguments of servers that are added.
+    start all at once (``parallel=True``), one after the other (``False``), or one per
+    few cores (``"staggered"``); by default all at once on GPUs, and staggered on CPU.
+    ``alike`` are the arguments of added servers.
     """
 
     def __init__(
@@ -205,11 +204,11 @@ class LocalLauncher(Launcher):
         self._specs[rank] = {**spec, "port": URL(command.url).port}
 
     def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
-        """Makes places for more servers; by default on GPUs that no server has."""
+        """Makes places for more servers; by default on GPUs without a server."""
         if self._alike is None:
             return super().add(count, cuda_devices=cuda_devices)
         with self._adding:
-            taken = {
+            gpus_in_use = {
                 gpu
                 for rank in self._specs
                 for gpu in self.where(rank).visible_gpus or ()
@@ -220,7 +219,7 @@ class LocalLauncher(Launcher):
                 first=self.num_servers,
                 running=len(self._specs),
                 cuda_devices=cuda_devices,
-                available=free_devices(visible_devices(), taken),
+                available=free_devices(visible_devices(), gpus_in_use),
             )
             ranks = range(self.num_servers, self.num_servers + count)
             try:
@@ -234,7 +233,7 @@ class LocalLauncher(Launcher):
         return ranks
 
     def remove(self, rank: int) -> None:
-        """Releases the GPUs of a server that was stopped, and the ports of another."""
+        """Releases the GPUs of a stopped server, and the ports of an unused command."""
         with self._adding:
             self._specs.pop(rank, None)
         if (command := self._commands.pop(rank, None)) is not None:
@@ -245,9 +244,9 @@ class LocalLauncher(Launcher):
         return self._run(rank, self._commands.pop(rank))
 
     def restart(self, rank: int) -> ServerProcess:
-        """Begins to start a server that has ended again, at the same address."""
+        """Begins to restart a server that has ended, at the same address."""
         spec = self._specs[rank]
-        # The command refuses a port that stays taken.
+        # The command refuses a port in use.
         wait_for_port(spec.get("host") or LOOPBACK, spec["port"], timeout=PORT_SECONDS)
         return self._run(rank, make_server_command(**spec))
 
@@ -258,7 +257,7 @@ class LocalLauncher(Launcher):
         )
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases the ports of those that were not started."""
+        """Stops servers, and releases the ports of servers that were not started."""
         try:
             stop_all(servers)
         finally:
@@ -276,7 +275,7 @@ class LocalLauncher(Launcher):
 def starts_at_once(
     parallel: ParallelStart, *, count: int, cores: int, on_cpu: bool
 ) -> int:
-    """Returns how many servers may start at the same time."""
+    """Returns the number of concurrent starts."""
     if parallel is None:
         parallel = "staggered" if on_cpu else True
     if parallel == "staggered":
@@ -293,26 +292,26 @@ def replica_specs(
 ) -> list[dict[str, Any]]:
     """Returns the arguments of each of several servers, with their own GPUs and seeds.
 
-    ``available`` are the visible GPUs; default: those of this process.
+    ``available`` are the visible GPUs; default: the GPUs of this process.
     """
-    known = known_arguments(spec)
+    arguments = known_arguments(spec)
     specs = counted_specs(num_replicas, spec)
     if num_replicas > 1:
-        _check_replicable(known)
-        # Servers that each use all cores of one CPU wait for one another.
+        _check_replicable(arguments)
+        # Servers that each use all cores of a CPU slow each other down.
         threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
         limit = {"OMP_NUM_THREADS": str(threads)}
-        for own in specs:
-            own["environment"] = {**limit, **(spec.get("environment") or {})}
-    if _is_on_gpu(spec) and known.get("base_gpu_id") is None:
+        for server_spec in specs:
+            server_spec["environment"] = {**limit, **(spec.get("environment") or {})}
+    if _is_on_gpu(spec) and arguments.get("base_gpu_id") is None:
         groups = assign_devices(
             num_replicas,
-            devices_per_server(known),
+            devices_per_server(arguments),
             cuda_devices=cuda_devices,
             available=visible_devices() if available is None else available,
         )
-        for own, group in zip(specs, groups, strict=True):
-            own["cuda_devices"] = group
+        for server_spec, group in zip(specs, groups, strict=True):
+            server_spec["cuda_devices"] = group
     elif cuda_devices is not None:
         raise ConfigurationError(
             f"cuda_devices={cuda_devices!r} is for device='cuda' without base_gpu_id; "
@@ -332,15 +331,15 @@ def more_specs(
 ) -> list[dict[str, Any]]:
     """Returns the arguments of servers that are added to ``running`` others.
 
-    They count on from the rank ``first``; ``available`` are the GPUs that are free.
+    Their ranks begin at ``first``; ``available`` are the free GPUs.
     """
-    known = known_arguments(spec)
-    _check_replicable(known)
+    arguments = known_arguments(spec)
+    _check_replicable(arguments)
     specs = counted_specs(count, spec, first=first)
     threads = max(len(os.sched_getaffinity(0)) // (running + count), 1)
-    for own in specs:
+    for server_spec in specs:
         limit = {"OMP_NUM_THREADS": str(threads)}
-        own["environment"] = {**limit, **(spec.get("environment") or {})}
+        server_spec["environment"] = {**limit, **(spec.get("environment") or {})}
     if not _is_on_gpu(spec):
         if cuda_devices is not None:
             raise ConfigurationError(
@@ -349,12 +348,12 @@ def more_specs(
         return specs
     groups = assign_devices(
         count,
-        devices_per_server(known),
+        devices_per_server(arguments),
         cuda_devices=cuda_devices,
         available=available if cuda_devices is None else visible_devices(),
     )
-    for own, group in zip(specs, groups, strict=True):
-        own["cuda_devices"] = group
+    for server_spec, group in zip(specs, groups, strict=True):
+        server_spec["cuda_devices"] = group
     return specs
 
 
@@ -363,30 +362,30 @@ def counted_specs(
 ) -> list[dict[str, Any]]:
     """Returns the arguments of each of several servers, with their own seeds.
 
-    The first one has the rank ``first``.
+    The first has the rank ``first``.
     """
     specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
-    for index, own in enumerate(specs, first):
+    for index, server_spec in enumerate(specs, first):
         for name in COUNTED:
-            if index and own.get(name) is not None:
-                own[name] = int(own[name]) + index
+            if index and server_spec.get(name) is not None:
+                server_spec[name] = int(server_spec[name]) + index
     return specs
 
 
 def find_gpus(
     spec: Mapping[str, Any], *, available: Sequence[str] | None = None
 ) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
-    """Returns the GPUs of a server's ranks, and those that it sees; None: unknown."""
+    """Returns the GPUs of a server's ranks, and its visible GPUs; None: unknown."""
     if not _is_on_gpu(spec):
         return (), ()
-    known = known_arguments(spec)
-    if VISIBLE_DEVICES in (known.get("environment") or {}):
+    arguments = known_arguments(spec)
+    if VISIBLE_DEVICES in (arguments.get("environment") or {}):
         return None, None
-    visible = tuple(known.get("cuda_devices") or available or visible_devices())
-    first = int(known.get("base_gpu_id") or 0)
-    step = int(known.get("gpu_id_step") or 1)
-    places = [first + step * i for i in range(devices_per_server(known))]
-    if int(known.get("nnodes") or 1) > 1 or max(places) >= len(visible):
+    visible = tuple(arguments.get("cuda_devices") or available or visible_devices())
+    first = int(arguments.get("base_gpu_id") or 0)
+    step = int(arguments.get("gpu_id_step") or 1)
+    places = [first + step * i for i in range(devices_per_server(arguments))]
+    if int(arguments.get("nnodes") or 1) > 1 or max(places) >= len(visible):
         return None, visible
     return tuple(visible[place] for place in places), visible
 

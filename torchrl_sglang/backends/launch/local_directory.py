@@ -1,7 +1,7 @@
 """LocalDirectory: the addresses of an engine's servers on this machine, in a file.
 
 Copies of the engine in other processes read it. There is no file before a server joins
-or leaves: a server that is started again keeps its address.
+or leaves: a restarted server keeps its address.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LocalDirectory:
         self._remove = weakref.finalize(self, _remove, self._path, os.getpid())
 
     def publish(self, urls: Sequence[str]) -> None:
-        """Writes each server's address, by rank, once they are not the first ones."""
+        """Writes each server's address, by rank, after the first change."""
         now = list(urls)
         if self._first is None:
             self._first = self._told = now
@@ -42,7 +42,7 @@ class LocalDirectory:
         if not self._remove.alive:
             return
         part = self._path.with_suffix(f".{os.getpid()}")
-        # Nobody else of this machine needs to know.
+        # Mode 0600: addresses are private to this user.
         with contextlib.suppress(OSError):
             part.touch(mode=0o600)
             part.write_text(json.dumps(now))
@@ -50,7 +50,7 @@ class LocalDirectory:
             self._told = now
 
     async def urls(self) -> Sequence[str]:
-        """Returns the addresses that were published last, or raises an SGLangError."""
+        """Returns the latest published addresses, or raises an SGLangError."""
         try:
             content = await asyncio.to_thread(self._path.read_text)
         except FileNotFoundError:
@@ -62,7 +62,7 @@ class LocalDirectory:
         return tuple(json.loads(content))
 
     def end(self) -> None:
-        """Removes the file, for good."""
+        """Removes the file for good."""
         self._remove()
 
     def __getstate__(self) -> dict[str, object]:

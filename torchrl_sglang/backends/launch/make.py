@@ -1,4 +1,4 @@
-"""The placements that have a name, and what ``launcher=`` becomes."""
+"""Registry of named placements; resolves ``launcher=``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Makes the paths among a server's arguments absolute, before anything is started.
+"""Makes the paths among a server's arguments absolute.
 
-A relative path belongs to the folder that this process is in now. A server that is
-started again, one on another machine, a copy of the engine and whoever connects are in
-other folders, where the same path names nothing, or another model.
+A relative path belongs to the current folder of this process. A restarted server, a
+remote server, a copy of the engine and another client run in other folders, where the
+same path is missing or another model.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ _READ = re.compile(
     r"^(model|model_name|tokenizer|tokenizer_name|init_expert_location)$"
     r"|(path|paths|file|keyfile|certfile|certs|template)$"
 )
-"""Arguments that may name a file or a folder, or something else: a hub name, one of
-SGLang's templates."""
+"""Arguments that may name a file or a folder, or something else: a hub name, an SGLang
+template."""
 
 _WRITTEN = re.compile(r"(_dir|_folder|storage_path|save_path|export_path)$")
 """Arguments that always name a folder, which need not exist yet."""
 
 
 def absolute_paths(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments with absolute paths where they name files or folders.
+    """Returns arguments with absolute paths of files and folders.
 
     Examples:
         >>> given = {"model": "Qwen/Qwen2.5-0.5B", "download_dir": "/tmp/models"}
         >>> absolute_paths(given) == given
         True
     """
-    found = dict(arguments)
+    resolved = dict(arguments)
     for name, value in arguments.items():
         if _WRITTEN.search(name):
-            found[name] = _each(value, written=True)
+            resolved[name] = _each(value, written=True)
         elif _READ.search(name):
-            found[name] = _each(value, written=False)
+            resolved[name] = _each(value, written=False)
         elif name == "python" and os.path.dirname(value or ""):
             # A bare name is looked up in PATH.
-            found[name] = _each(value, written=True)
-    return found
+            resolved[name] = _each(value, written=True)
+    return resolved
 
 
 def _each(value: Any, *, written: bool) -> Any:

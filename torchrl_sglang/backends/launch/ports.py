@@ -1,7 +1,7 @@
-"""Ports of servers, leased from the choice of a number to the end of the server.
+"""Port leases of servers, from the choice of a number to the end of the server.
 
-A server binds its ports seconds after they are chosen. A lease tells every process of
-this package on the machine that a port is taken. It is a socket with a name in Linux's
+A server binds its ports seconds after their choice. A lease marks a port as taken for
+every process of this package on the machine. It is a socket with a name in Linux's
 abstract namespace, which, like a TCP port, belongs to the network namespace and
 disappears with its owner.
 """
@@ -18,16 +18,16 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_port
 
 PORTS = range(20_000, 32_000)
-"""Range of ports for servers: below those that Linux takes for connections."""
+"""Range of ports for servers, below Linux's ephemeral ports."""
 
 ATTEMPTS = 1000
-"""Number of random ports that are tried."""
+"""Number of random ports to try."""
 
 POLL_SECONDS = 0.1
-"""Interval between looks for a port that is to become free."""
+"""Interval between checks of a busy port."""
 
 DP_PORT_OFFSETS = range(233, 241)
-"""Data-parallel attention listens on the HTTP port plus these."""
+"""Offsets from the HTTP port of the ports for data-parallel attention."""
 
 
 class PortLease:
@@ -58,7 +58,7 @@ def lease_port(
     name: str = "port",
     among: Sequence[int] = PORTS,
 ) -> PortLease:
-    """Leases the given port, or a free one of ``among``; errors call it ``name``."""
+    """Leases the given port, or a free port of ``among``; errors call it ``name``."""
     if port is not None:
         is_text = isinstance(port, str) and port.isdecimal()
         check_port(name, int(str(port)) if is_text else port)
@@ -73,7 +73,7 @@ def lease_port(
     for _ in range(ATTEMPTS):
         # Not Python's randomness: seeded trainers would all try the same ports.
         number = among[secrets.randbelow(len(among))]
-        # Some sockets of a server listen on every address, whatever its host is.
+        # Some sockets of a server listen on every address, whatever its host.
         lease = _try_to_lease(number, [host, "0.0.0.0"])
         if lease is not None:
             return lease
@@ -81,21 +81,21 @@ def lease_port(
 
 
 def lease_neighbours(host: str, count: int) -> tuple[PortLease, ...]:
-    """Leases free ports that follow each other."""
+    """Leases consecutive free ports."""
     for _ in range(ATTEMPTS):
         first = find_free_port(host)
         ports = range(first, first + count)
         leases = [_try_to_lease(port, [host, "0.0.0.0"]) for port in ports]
-        found = tuple(lease for lease in leases if lease is not None)
-        if len(found) == count:
-            return found
-        for lease in found:
+        leased = tuple(lease for lease in leases if lease is not None)
+        if len(leased) == count:
+            return leased
+        for lease in leased:
             lease.release()
     raise ConfigurationError(f"No {count} ports in a row are free on {host!r}.")
 
 
 def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:
-    """Leases a port that must be free on all hosts; None: it is not."""
+    """Leases a port that must be free on all hosts; None: it is in use."""
     try:
         lease = PortLease(int(str(port)))
     except (OSError, ValueError):
@@ -107,14 +107,14 @@ def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:
 
 
 def find_free_port(host: str = "127.0.0.1", *, among: Sequence[int] = PORTS) -> int:
-    """Returns a port that is neither in use nor leased; it is not reserved."""
+    """Returns a port that is neither in use nor leased, without a reservation."""
     lease = lease_port(host, among=among)
     lease.release()
     return lease.port
 
 
 def is_free_port(host: str, port: int) -> bool:
-    """Returns whether a port is neither in use nor leased; it is not reserved."""
+    """Returns whether a port is neither in use nor leased, without a reservation."""
     lease = _try_to_lease(port, [host])
     if lease is not None:
         lease.release()
@@ -122,7 +122,7 @@ def is_free_port(host: str, port: int) -> bool:
 
 
 def wait_for_port(host: str, port: int, *, timeout: float) -> bool:
-    """Waits until a port is free; returns whether it is after so many seconds.
+    """Waits up to ``timeout`` for a port; returns whether it is free.
 
     A killed process holds its ports until the last of its threads has ended, which on a
     busy machine takes seconds.
@@ -147,11 +147,11 @@ def _is_free(host: str, port: int) -> bool:
 def ports_to_hold(
     arguments: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, int | None]:
-    """Returns a server's ports beside its HTTP port; None: any free one."""
+    """Returns a server's ports beside its HTTP port; None: any free port."""
     held: dict[str, int | None] = {}
     port = int(arguments["port"])
     if arguments.get("dist_init_addr") is None:
-        # By default SGLang draws one, and another server may draw the same.
+        # By default, SGLang draws a random port, which another server may draw as well.
         held["nccl_port"] = arguments.get("nccl_port")
     if arguments.get("remote_instance_weight_loader_start_seed_via_transfer_engine"):
         held["engine_info_bootstrap_port"] = arguments.get("engine_info_bootstrap_port")

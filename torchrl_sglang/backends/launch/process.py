@@ -1,8 +1,8 @@
-"""One process that serves HTTP, its process tree and its log.
+"""One HTTP server process, its process tree and its log.
 
 A :class:`ServerProcess` belongs to the process that created it. Between it and the
-server runs ``watchdog.py``, which ends the whole tree when the owner asks for it or has
-ended itself.
+server runs ``watchdog.py``, which ends the whole tree on a request of the owner, or
+after the owner's end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ READY_POLL_SECONDS = 0.1
 """Interval between polls of a starting server."""
 
 HEALTH_TIMEOUT_SECONDS = 2.0
-"""Timeout of one such poll."""
+"""Timeout of such a poll."""
 
 STOP_TIMEOUT_SECONDS = 15.0
 """Timeout for a tree to end; its watchdog needs at most 2 s."""
@@ -54,18 +54,18 @@ LOG_TAIL_BYTES = 100_000
 """Lines of a log in an error, and bytes that are read for them."""
 
 MAX_FOLDER_BYTES = 80
-"""A socket's path has at most 107, some 20 of them for its name."""
+"""Longest folder path: a socket path has at most 107 bytes, about 20 for its name."""
 
 FOLDER_PREFIX = "torchrl_sglang_"
 
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders for a server's files where the path of the usual one is too long."""
+"""Folders for a server's files if the usual path is too long."""
 
 _WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _WRONG_ARGUMENT = re.compile(r"[\w .-]+: error: ")
-"""Error of argparse, after a usage of hundreds of lines."""
+"""Error of argparse, after hundreds of lines of usage."""
 
 _LIVING: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 
@@ -76,10 +76,10 @@ def _stop_living() -> None:
 
 
 def short_folder(usual: str | None = None) -> str:
-    """Returns the folder for servers' files, whose sockets must have short paths.
+    """Returns the folder for servers' files, whose sockets need short paths.
 
     Raises:
-        ServerStartError: if neither the usual one nor another is short enough.
+        ServerStartError: if no folder's path is short enough.
     """
     usual = tempfile.gettempdir() if usual is None else usual
     for folder in (usual, *SHORT_FOLDERS):
@@ -95,7 +95,7 @@ def short_folder(usual: str | None = None) -> str:
 
 
 def stop_unreachable() -> None:
-    """Stops servers that only reference cycles hold; until then they keep GPUs."""
+    """Stops servers that only reference cycles hold: they occupy GPUs."""
     if _LIVING:
         gc.collect()
 
@@ -105,22 +105,22 @@ class Command:
     """Command line and environment of one process that serves HTTP."""
 
     line: tuple[str, ...]
-    """Program and arguments; other users of the machine can read them."""
+    """Program and arguments, visible to other users of the machine."""
     environment: Mapping[str, str] = field(repr=False)
     """The whole environment."""
     url: str
     """Address of the server."""
     config: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Arguments that others must not see; a file has them until the server is ready."""
+    """Secret arguments; a file has them until the server is ready."""
     hidden: tuple[str, ...] = field(default=(), repr=False)
-    """Texts that no message may show, such as keys."""
+    """Texts, such as keys, that messages must hide."""
     leases: tuple[PortLease, ...] = ()
     """Ports that the server listens on; released at the server's end."""
     when_ready: str | None = None
-    """Path that is asked for once when the server is ready, whatever it answers."""
+    """Path of a request when the server is ready; its outcome is ignored."""
 
     def release(self) -> None:
-        """Releases the ports of a command that is not run."""
+        """Releases the ports of an unused command."""
         for lease in self.leases:
             lease.release()
 
@@ -131,7 +131,7 @@ class ServerProcess:
     Args:
         command: starts the server.
         name: of the server in messages.
-        host: its machine, where the command starts it on another one, as ssh does.
+        host: its machine, if the command starts it remotely, as ssh does.
         start_timeout: in seconds.
     """
 
@@ -190,17 +190,17 @@ class ServerProcess:
         torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(line))}")
 
     def _environment(self) -> dict[str, str]:
-        """Returns all variables; with them the tree's temporary files end with it."""
+        """Returns all variables; the tree's temporary files are in its folder."""
         # SGLang's sockets are created there.
-        own = {FOLDER_VARIABLE: str(self._folder), "TMPDIR": str(self._folder)}
-        # Later servers can use this cache again, so it stays where it was.
+        folders = {FOLDER_VARIABLE: str(self._folder), "TMPDIR": str(self._folder)}
+        # The cache is shared with later servers, so it stays outside of the folder.
         cache = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
         defaults = {
             "TORCHINDUCTOR_CACHE_DIR": str(cache),
-            # The headers would be compiled anew in each server's folder, 10 s for each.
+            # The headers would be compiled again in each server's folder, in 10 s each.
             "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
         }
-        return {**defaults, **self.command.environment, **own}
+        return {**defaults, **self.command.environment, **folders}
 
     @property
     def log_file(self) -> str:
@@ -217,7 +217,7 @@ class ServerProcess:
         """``"starting"``, ``"ready"``, ``"dead"`` (it ended) or ``"stopped"``."""
         if self._stopped:
             return "stopped"
-        # A fork cannot wait for its parent's child, and would find that it has ended.
+        # A fork cannot wait for its parent's child, and would consider it ended.
         if os.getpid() == self._owner_pid and self._process.poll() is not None:
             return "dead"
         return "ready" if self._ready else "starting"
@@ -293,13 +293,13 @@ class ServerProcess:
                 text = _COLOR.sub("", log.read().decode(errors="replace"))
         except OSError:
             return "(the log is gone)"
-        kept = [
-            # Keys are hidden before lines are cut: a part of a key would not be found.
+        shown = [
+            # Before lines are cut: a part of a key would not be found.
             self._hide(line)[:LOG_LINE_CHARACTERS]
             for line in re.split(r"[\r\n]+", text)
             if line and "it/s]" not in line
         ]
-        return "\n".join(_without_usage(kept)[-lines:]) or "(the log is empty)"
+        return "\n".join(_without_usage(shown)[-lines:]) or "(the log is empty)"
 
     def _hide(self, text: str) -> str:
         for secret in self.command.hidden:
@@ -315,14 +315,14 @@ class ServerProcess:
         if self._process.poll() is None:
             self._process.terminate()
         else:
-            # The process ended by itself: its log says why.
+            # The process ended by itself: its log has the reason.
             self._failed = True
 
     def stop(self) -> None:
         """Ends the process tree and waits for its end. Can be called twice.
 
-        The log is deleted, or kept without keys if the server failed. A fork of the
-        process that started the server does nothing.
+        The log is deleted, or kept without keys if the server failed. In a fork of the
+        owner process, it does nothing.
         """
         if self._stopped or os.getpid() != self._owner_pid:
             return
@@ -384,7 +384,7 @@ class ServerProcess:
 
 
 def _without_usage(lines: list[str]) -> list[str]:
-    """Leaves out argparse's usage before what it says is wrong."""
+    """Removes argparse's usage before its error."""
     for start, line in enumerate(lines):
         if line.startswith("usage: "):
             for end in range(start, len(lines)):

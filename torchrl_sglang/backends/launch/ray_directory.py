@@ -1,7 +1,7 @@
 """RayDirectory: the addresses of an engine's servers, in a Ray actor without a CPU.
 
-The driver that started the servers publishes them; copies of the engine, in whatever
-process of the cluster, ask. The actor ends with the engine, or with its driver.
+The driver that started the servers publishes them; copies of the engine, in any process
+of the cluster, read them. The actor ends with the engine, or with its driver.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RayDirectory:
             self._actor.put.remote(tuple(urls))
 
     async def urls(self) -> Sequence[str]:
-        """Returns the addresses that were published last, or raises an SGLangError."""
+        """Returns the latest published addresses, or raises an SGLangError."""
         if not is_connected():
             raise ServerUnavailableError(
                 "This process is not connected to the Ray cluster of the servers."
@@ -91,6 +91,6 @@ class _Addresses:
 
 
 def is_connected() -> bool:
-    """Returns whether this process is connected; a call would start a new cluster."""
+    """Returns whether this process is connected, without starting a cluster."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())

@@ -1,11 +1,11 @@
 """ServerHost: the Ray actor that runs a server on its node.
 
-What it does is what a launcher on one machine does: it checks the arguments, leases the
+It does the work of a launcher on one machine: it checks the arguments, leases the
 ports, starts the process tree with its watchdog and reads its log. The tree ends with
 the actor, which ends with the driver that created it, and with its node.
 
-Modules that take seconds to import are imported by the methods that need them, because
-an actor that only reserves a GPU needs none of them.
+Modules with slow imports are imported in methods, because an actor that only reserves a
+GPU needs none of them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.process import Command, ServerProcess
 
 MEETING_PORTS = 10
-"""Ports of ``dist_init_addr``: SGLang listens on those that follow it, too."""
+"""Ports of ``dist_init_addr``: SGLang listens on the following ports, too."""
 
 END_POLL_SECONDS = 0.1
-"""Interval between looks at the process."""
+"""Interval between polls of the process."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class StartedServer:
     pid: int
     """Process id of the root of its tree, on its node."""
     log_path: str
-    """File that it logs to, on its node."""
+    """Log file on its node."""
 
 
 class ServerHost:
@@ -82,7 +82,7 @@ class ServerHost:
         )
 
     def lease_meeting(self, address: str) -> str:
-        """Leases the port at which the nodes of one server meet; returns HOST:PORT."""
+        """Leases the rendezvous port of a server's nodes; returns HOST:PORT."""
         from torchrl_sglang.backends.launch.ports import lease_neighbours
 
         self._meeting = lease_neighbours(address, MEETING_PORTS)
@@ -91,7 +91,7 @@ class ServerHost:
     def prepare(self, spec: Mapping[str, Any], port: int | None) -> PreparedServer:
         """Checks a server's arguments on this node and leases its ports.
 
-        ``port`` is the one that it had before; it gets another one if that is taken.
+        ``port`` is its earlier port; it gets another port if that is taken.
         """
         from torchrl_sglang.backends.launch.local import find_gpus
         from torchrl_sglang.backends.launch.ports import is_free_port
@@ -135,7 +135,7 @@ class ServerHost:
         return "" if self._server is None else self._server.log_tail(lines)
 
     def stop(self) -> None:
-        """Stops the server, and releases what it did not use."""
+        """Stops the server, and releases unused reservations."""
         with self._lock:
             self._stopped = True
         if self._server is not None:

@@ -1,9 +1,8 @@
-"""The bundles of a placement group that each server gets: pure decisions.
+"""Selection of placement-group bundles for each server.
 
-A server takes a *seat* or more on each of its nodes: a share of a bundle that one actor
-holds. In a placement group that the launcher makes there is a bundle for each node of
-each server. In one of the user's, bundles may hold a single GPU, and then a server
-takes several, all on one node.
+A server takes *seats* on each of its nodes: shares of a bundle, each held by one actor.
+A placement group of the launcher has a bundle for each node of each server. In a user's
+group, bundles may hold a single GPU, and then a server takes several, all on one node.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ class Demand:
     gpus: int = 0
     """GPUs on each of them; 0 on CPU."""
     gpu_fraction: float = 1.0
-    """Share of each GPU that is reserved."""
+    """Reserved share of each GPU."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Other reserved resources; ``"CPU"`` is one of them."""
+    """Other reserved resources, ``"CPU"`` among them."""
 
     @property
     def reserved_gpus(self) -> float:
-        """GPUs that Ray counts, on each node."""
+        """GPUs in Ray's count, on each node."""
         return self.gpus if self.gpu_fraction == 1 else self.gpus * self.gpu_fraction
 
     @property
     def text(self) -> str:
         """Reserved resources of each server, for a message."""
         gpus = {"GPU": self.reserved_gpus} if self.gpus else {}
-        each = " on each of its nodes" if self.nodes > 1 else " on one node"
-        return _shown({**self.resources, **gpus}) + each
+        suffix = " on each of its nodes" if self.nodes > 1 else " on one node"
+        return _shown({**self.resources, **gpus}) + suffix
 
     def as_bundle(self) -> dict[str, float]:
         """Returns the bundle for one node of a server."""
@@ -64,27 +63,27 @@ class Bundle:
     index: int
     """Index of the bundle in the group."""
     node: str
-    """Node that it is on."""
+    """Node of the bundle."""
     size: Mapping[str, float]
-    """Resources that the bundle was made with."""
+    """Total resources of the bundle."""
     free: Mapping[str, float]
-    """Resources that no actor has taken."""
+    """Resources without an actor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """A share of a bundle that one actor takes."""
+    """A share of a bundle for one actor."""
 
     bundle: int
     """Index of the bundle in the placement group."""
     gpus: float
     """GPUs of the bundle that the actor takes."""
     resources: Mapping[str, float]
-    """Other resources of the seat; ``"CPU"`` is one of them."""
+    """Other resources of the seat, ``"CPU"`` among them."""
 
 
 Seats = Sequence[Sequence[Seat]]
-"""The seats of one server: for each of its nodes, those on it."""
+"""Seats of one server, by node."""
 
 
 def own_seats(demand: Demand, count: int) -> list[Seats]:
@@ -108,7 +107,7 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
     """Returns the seats of servers in a user's placement group.
 
     Bundles are taken in their order, node by node: the GPUs of a server are neighbours,
-    and all on one node. Each part of a server with several nodes is on another one.
+    and all on one node. Each part of a multi-node server is on another node.
 
     Raises:
         ConfigurationError: if there are too few.
@@ -130,7 +129,7 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
     for _ in range(count):
         nodes = [node for node, free in parts.items() if free]
         if demand.nodes > 1:
-            # Where most is left, so that as many servers as possible find room.
+            # The emptiest nodes first, so that as many servers as possible find room.
             nodes.sort(key=lambda node: len(parts[node]), reverse=True)
         if len(nodes) < demand.nodes:
             raise ConfigurationError(_too_few(by_node, demand, count, len(seats)))
@@ -139,22 +138,22 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
 
 
 def _parts(bundles: Sequence[Bundle], demand: Demand) -> Iterator[list[Seat]]:
-    """Yields the seats that one server would take on a node."""
+    """Yields the possible seats of a server on a node."""
     if not demand.gpus:
         for bundle in bundles:
             for _ in range(_fits(bundle.free, demand.resources)):
                 yield [Seat(bundle=bundle.index, gpus=0.0, resources=demand.resources)]
         return
-    left = {bundle.index: dict(bundle.free) for bundle in bundles}
+    remaining = {bundle.index: dict(bundle.free) for bundle in bundles}
     part: list[Seat] = []
     missing = demand.gpus
     for bundle, gpus in _shares(bundles, demand):
-        # A server takes whole seats: one that is too large is left for others.
+        # Whole seats: an oversized seat remains for others.
         if gpus > missing:
             continue
         # The first actor runs the server, and the others hold GPUs.
         resources = {} if part else demand.resources
-        if not _take(left[bundle.index], resources):
+        if not _take(remaining[bundle.index], resources):
             continue
         share = gpus * demand.gpu_fraction if demand.gpu_fraction < 1 else gpus
         part.append(Seat(bundle=bundle.index, gpus=share, resources=resources))
@@ -165,11 +164,11 @@ def _parts(bundles: Sequence[Bundle], demand: Demand) -> Iterator[list[Seat]]:
 
 
 def _shares(bundles: Sequence[Bundle], demand: Demand) -> Iterator[tuple[Bundle, int]]:
-    """Yields each bundle once for each actor in it, with the actor's GPUs."""
+    """Yields each bundle once per actor in it, with the actor's GPUs."""
     for bundle in bundles:
         size, free = bundle.size.get("GPU", 0.0), bundle.free.get("GPU", 0.0)
         if demand.gpu_fraction < 1:
-            # In a larger bundle, Ray would choose the GPU that is shared.
+            # In a larger bundle, Ray would choose the shared GPU.
             if size <= 1 and free >= demand.gpu_fraction:
                 yield bundle, 1
             continue
@@ -179,16 +178,16 @@ def _shares(bundles: Sequence[Bundle], demand: Demand) -> Iterator[tuple[Bundle,
 
 
 def _fits(free: Mapping[str, float], resources: Mapping[str, float]) -> int:
-    """Returns how often resources fit; once, if there are none."""
-    wanted = {name: amount for name, amount in resources.items() if amount}
-    if not wanted:
+    """Returns how often resources fit; once, if they are empty."""
+    amounts = {name: amount for name, amount in resources.items() if amount}
+    if not amounts:
         return 1
     # 0.3 of 0.9 fits three times.
-    return min(int(free.get(n, 0.0) / amount + 1e-9) for n, amount in wanted.items())
+    return min(int(free.get(n, 0.0) / amount + 1e-9) for n, amount in amounts.items())
 
 
 def _take(left: dict[str, float], resources: Mapping[str, float]) -> bool:
-    """Takes resources from what is left; returns False if they do not fit."""
+    """Takes resources from the remaining ones; returns False if they do not fit."""
     fits = _fits(left, resources) > 0
     for name, amount in resources.items() if fits else ():
         left[name] = left.get(name, 0.0) - amount
@@ -213,9 +212,9 @@ def _too_few(
 def shortage(
     bundles: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]
 ) -> str | None:
-    """Returns what a cluster lacks for bundles, in a sentence; ``None``: nothing.
+    """Returns a sentence on the resources that a cluster lacks; ``None``: none.
 
-    ``nodes`` has the resources of each node, whether free or not.
+    ``nodes`` has each node's total resources.
     """
     total: dict[str, float] = {}
     for resources in nodes.values():

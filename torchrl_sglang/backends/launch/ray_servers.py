@@ -1,11 +1,11 @@
 """RayServers: the launcher of servers on the nodes of a Ray cluster.
 
-Each server is run by an actor on its node (:class:`.ServerHost`), and one that spans
-several nodes by an actor on each. The actors' places are bundles of a placement group,
-so Ray reserves and assigns what a server needs. If a node dies, Ray moves its bundles
-to another one, and a restarted server follows them.
+Each server is run by an actor on its node (:class:`.ServerHost`), a multi-node server
+by an actor on each node. The actors run in bundles of a placement group, so Ray
+reserves and assigns their resources. If a node dies, Ray moves its bundles to another
+node, and a restarted server follows them.
 
-A handle never blocks for long: it reads the outcomes of calls that are in progress.
+A handle never blocks for long: it polls the calls in progress.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangEr
 from torchrl_sglang.support.log import torchrl_logger
 
 LOG_SECONDS = 5.0
-"""Timeout for the end of a log to come from its node."""
+"""Timeout to fetch the end of a log from its node."""
 
 REACH_SECONDS = 10.0
-"""Timeout for a server that answers on its node to answer here, too."""
+"""Timeout for this process to reach a server that is ready on its node."""
 
 ACTOR_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Otherwise an actor that ends kills the watchdog, and what is below it stays."""
+"""Otherwise an ending actor kills the watchdog, and the processes below it remain."""
 
 _LEFT = "this process has left the Ray cluster"
 
 MAX_CONCURRENCY = 8
-"""Calls that an actor runs at once; two of them last as long as its server."""
+"""Concurrent calls of an actor; two of them last as long as its server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class Reserved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Placement group, and the seats that its servers take."""
+    """Placement group, and the seats of its servers."""
 
     group: Any
     """The placement group."""
@@ -78,7 +78,7 @@ class Place:
     timeout: float
     """Timeout of Ray's placement of a server's actors, in seconds."""
     demand: Demand
-    """Resources that each server takes."""
+    """Resources of each server."""
 
     def create(self, seat: Seat) -> Any:
         """Begins to create an actor."""
@@ -105,9 +105,9 @@ class Place:
 class RayServers(Launcher):
     """Starts servers on the nodes of a Ray cluster; see :class:`.Launcher`.
 
-    ``specs`` has the arguments of each server, and ``seats`` those of its actors: for
-    each node of a server, a list. ``make_spec`` returns the arguments of a server that
-    is added, and ``reserve`` has Ray reserve what it takes.
+    ``specs`` has the arguments of each server, and ``seats`` its actors' seats by node.
+    ``make_spec`` returns the arguments of an added server, and ``reserve`` reserves its
+    resources in Ray.
     """
 
     def __init__(
@@ -133,11 +133,11 @@ class RayServers(Launcher):
         self._make_spec = make_spec
         self._reserve = reserve
         self._adding = Lock()
-        # Also without a call of stop(): what is reserved is released.
+        # Reservations are released even without a call of stop().
         self._release = weakref.finalize(self, release)
-        # The same of what added servers take, by rank.
+        # Releases of added servers' reservations, by rank.
         self._releases: dict[int, weakref.finalize[[], RayServers]] = {}
-        # What removed servers leave of a group that stays.
+        # Seats of removed servers in a remaining group.
         self._vacant: list[tuple[Place, Seats]] = []
         self.directory = self._directory = RayDirectory()
         self._servers: list[RayServer] = []
@@ -198,16 +198,16 @@ class RayServers(Launcher):
         return server
 
     def restart(self, rank: int) -> RayServer:
-        """Begins to start a server that has ended again, perhaps on another node."""
-        before = self._servers[rank]
+        """Begins to restart a server that has ended, perhaps on another node."""
+        replaced = self._servers[rank]
         # The reserved resources go to the new server.
-        before.stop()
-        server = self._servers[rank] = self._make(rank, before)
+        replaced.stop()
+        server = self._servers[rank] = self._make(rank, replaced)
         server.begin()
         return server
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases what is reserved for all of them."""
+        """Stops servers, and releases all their reservations."""
         try:
             stop_all({*servers, *self._servers})
         finally:
@@ -220,7 +220,7 @@ class RayServers(Launcher):
         return self._servers[rank].location
 
     def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
-        """Has Ray place more servers, first where others were removed."""
+        """Places more servers in Ray, first on seats of removed servers."""
         if cuda_devices is not None:
             raise ConfigurationError(
                 f"cuda_devices={cuda_devices!r} is for launcher='local': Ray assigns "
@@ -250,7 +250,7 @@ class RayServers(Launcher):
                 replace(self._places[0], group=reserved.group),
                 reserved.seats[0],
             )
-        # One that failed before has left these.
+        # Replaces the entries of an earlier failed attempt.
         self._specs[rank:] = [spec]
         self._seats[rank:] = [seats]
         self._places[rank:] = [place]
@@ -259,10 +259,10 @@ class RayServers(Launcher):
         self.num_servers += 1
 
     def remove(self, rank: int) -> None:
-        """Stops a server, and releases what Ray has reserved for it.
+        """Stops a server, and releases its reservation.
 
-        A placement group for several servers stays: the next one that is added gets the
-        place in it.
+        A placement group for several servers stays: the next added server gets the
+        seats.
         """
         if rank < len(self._servers):
             self._servers[rank].stop()
@@ -275,7 +275,7 @@ class RayServers(Launcher):
 class RayServer:
     """A server on one or several nodes of a Ray cluster.
 
-    ``before`` is the one that it replaces, whose address it takes where it can.
+    ``before`` is the replaced server, whose address it takes if possible.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class RayServer:
             raise
 
     def _advance(self) -> None:
-        """Goes on with the start as far as possible."""
+        """Continues the start as far as possible."""
         if self._stopped:
             raise NotStartedError(f"The {self.name} was stopped before it was ready.")
         if not is_connected():
@@ -376,7 +376,7 @@ class RayServer:
         self.host = infos[0][0].address
         self.name += f" (node {self.host})"
         self.url = prepared[0].url
-        # Names of GPUs say nothing where they are of several nodes.
+        # GPU names are ambiguous across several nodes.
         single = len(prepared) == 1
         self.location = Location(
             host=self.host,
@@ -432,7 +432,7 @@ class RayServer:
     def _prepare(
         self, infos: Sequence[Sequence[HostInfo]]
     ) -> Generator[None, None, list[PreparedServer]]:
-        """Has each node check its arguments; returns what they found."""
+        """Prepares the server on each of its nodes."""
         addresses = [node[0].address for node in infos]
         specs = [{**self._spec, "host": address} for address in addresses]
         if len(specs) > 1:
@@ -444,21 +444,21 @@ class RayServer:
             gpus = [gpu for info in node for gpu in info.gpus]
             if gpus:
                 spec["cuda_devices"] = sorted(gpus, key=lambda name: (len(name), name))
-        before = URL(self.url)
-        port = before.port if before.host == addresses[0] else None
+        earlier = URL(self.url)
+        port = earlier.port if earlier.host == addresses[0] else None
         calls = [
             _call(host, "prepare", spec, None if rank else port)
             for rank, (host, spec) in enumerate(zip(self._hosts, specs, strict=True))
         ]
         try:
-            found: list[PreparedServer] = yield from _results(calls)
+            prepared: list[PreparedServer] = yield from _results(calls)
         except SGLangError as error:
             error.add_note(f"Found on node {', '.join(addresses)}.")
             raise
-        return found
+        return prepared
 
     def _reach(self) -> Generator[None]:
-        """Waits until the server answers here, too."""
+        """Waits until this process can reach the server."""
         deadline = time.monotonic() + REACH_SECONDS
         while True:
             try:
@@ -529,7 +529,7 @@ def _results(calls: Sequence[Future[Any]]) -> Generator[None, None, list[Any]]:
 
 
 def _result(call: Future[Any]) -> Any:
-    """Returns what an actor's method returned, or raises its error, not Ray's."""
+    """Returns the result of an actor's method, or raises its own error."""
     error = call.exception()
     if error is None:
         return call.result()
@@ -538,7 +538,7 @@ def _result(call: Future[Any]) -> Any:
 
 
 def _why(error: BaseException) -> str:
-    """Returns the first and the last line of one of Ray's errors."""
+    """Returns the first and the last line of a Ray error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]])) or repr(error)
 

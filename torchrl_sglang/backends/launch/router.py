@@ -6,7 +6,7 @@ never do.
 
 The router only routes. The engine retries failed requests, so the router's own retries
 are off; so is its circuit breaker, which counts a refused request (4xx) against the
-server that refused it.
+server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ START_TIMEOUT_SECONDS = 60.0
 """Default timeout for a start; the router is ready 0.1 s after its servers are."""
 
 DESCRIBE_TIMEOUT_SECONDS = 60.0
-"""Timeout for asking an interpreter for its router; it takes 0.1 s."""
+"""Timeout for the description of an interpreter's router; it takes 0.1 s."""
 
 READY_TIMEOUT_SECONDS = 2.0
 """Timeout for a starting router to list its workers."""
@@ -45,8 +45,8 @@ ROUTER_ARGUMENTS: Mapping[str, Any] = {
     "disable_retries": True,
     # The circuit breaker takes a server that refuses wrong requests out of rotation.
     "disable_circuit_breaker": True,
-    # A dead server leaves the rotation within two seconds and comes back in one. A
-    # slow one stays for 20 s more.
+    # A dead server leaves the rotation within two seconds and comes back in one. A slow
+    # server stays for 20 s more.
     "health_check_interval_secs": 1,
     "health_failure_threshold": 2,
     "health_success_threshold": 1,
@@ -58,21 +58,21 @@ ROUTER_ARGUMENTS: Mapping[str, Any] = {
     "worker_startup_timeout_secs": 30,
     "worker_startup_check_interval": 1,
     "shutdown_grace_period_secs": 1,
-    # Samples of one prompt go to one server, which has it in its cache; prompts that
-    # share a prefix, such as a system prompt, are spread out. With the router's own
+    # Samples of one prompt go to the same server, for its prefix cache; prompts with a
+    # common prefix, such as a system prompt, are spread out. With the router's own
     # values (0.3, 64, 1.5), 32 of the latter all go to one of two servers.
     "cache_threshold": 0.7,
-    # A group is not split because one server is a few groups ahead.
+    # A group is not split because a server is a few groups ahead.
     "balance_abs_threshold": 64,
     "balance_rel_threshold": 1.5,
-    # New keys of the policy "manual" go to the server with the fewest; with "random",
-    # one server can get most of a few sessions.
+    # With "manual", new keys go to the server with the fewest keys; with "random", one
+    # server can get most of a few sessions.
     "assignment_mode": "min_group",
     "prometheus_host": "127.0.0.1",
     # Lower levels log two lines for each request.
     "log_level": "warn",
 }
-"""Defaults of a router that is started here."""
+"""Defaults of a router of this package."""
 
 KEYED_POLICIES = ("manual", "consistent_hashing")
 """Policies that keep requests of one routing key (``X-SMG-Routing-Key``) together."""
@@ -81,13 +81,13 @@ UNUSABLE_POLICIES: Mapping[str, str] = {
     "bucket": "it is for servers that are split into prefill and decode",
     "prefix_hash": "it answers every request to an HTTP server with status 503",
 }
-"""Policies of the router that cannot route to these servers, and why."""
+"""Router policies that cannot route to these servers, with the reason."""
 
 UNUSABLE_ARGUMENTS: Mapping[str, str] = {
     "worker_urls": "give the servers as the first argument",
     "mini_lb": "it is another program, without a worker list",
 }
-"""Arguments of the router that cannot be given by name here, and why."""
+"""Router arguments that cannot be given by name here, with the reason."""
 
 _LAUNCHER = Path(__file__).with_name("router_launch.py")
 
@@ -97,7 +97,7 @@ _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 class RouterProcess(ServerProcess, RouterClient):
     """A router; it is *ready* when all workers of its start are in rotation.
 
-    The key is that of its servers, too. Other arguments are sglang-router's own.
+    It shares the key of its servers. Other arguments are sglang-router's own.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RouterProcess(ServerProcess, RouterClient):
         self._worker_urls = [check_worker_url(url) for url in worker_urls]
         arguments = {**ROUTER_ARGUMENTS, **router_args}
         lease = lease_port(host, port)
-        # All routers have the same default, and the second one would end at once.
+        # All routers have the same default, and a second router would end at once.
         metrics = lease_port(
             arguments["prometheus_host"],
             arguments.get("prometheus_port"),
@@ -155,7 +155,7 @@ class RouterProcess(ServerProcess, RouterClient):
 
     @property
     def usable(self) -> bool:
-        """Whether requests can be sent to the router, as far as is known."""
+        """Whether the router accepts requests, according to its process state."""
         return self.state == "ready"
 
     @property
@@ -167,7 +167,7 @@ class RouterProcess(ServerProcess, RouterClient):
         return self._missing_workers() == []
 
     def _missing_workers(self) -> list[str] | None:
-        """Returns the workers that are not in rotation; None: no answer."""
+        """Returns the workers that are not in rotation; None: no response."""
         try:
             workers = run_sync(self.workers(timeout=READY_TIMEOUT_SECONDS))
         except SGLangError:
@@ -211,8 +211,8 @@ def router_arguments(
     if policy is None:
         return None
     named = ("host", "port", "python", "environment")
-    rest = {name: value for name, value in router_args.items() if name not in named}
-    _check_arguments(_find_python(router_args.get("python")), policy, rest)
+    remaining = {n: value for n, value in router_args.items() if n not in named}
+    _check_arguments(_find_python(router_args.get("python")), policy, remaining)
     return {"policy": policy, "api_key": api_key, **router_args}
 
 
@@ -287,8 +287,10 @@ def _check_arguments(
                 f"{UNUSABLE_ARGUMENTS[name]}."
             )
         if name not in described["arguments"]:
-            near = nearest(name, described["arguments"])
-            hint = f"did you mean {near!r}?" if near else "see its RouterArgs."
+            suggestion = nearest(name, described["arguments"])
+            hint = (
+                f"did you mean {suggestion!r}?" if suggestion else "see its RouterArgs."
+            )
             raise ConfigurationError(
                 f"{name!r} is not an argument of sglang-router "
                 f"{described['version']}; {hint}"

@@ -35,7 +35,7 @@ def describe() -> dict[str, Any]:
 
 
 def serve(path: str) -> None:
-    """Routes with the arguments in a file until the process is told to end."""
+    """Routes with the arguments in a file until the process is signalled to end."""
     from sglang_router.router import Router
     from sglang_router.router_args import RouterArgs
 
@@ -46,6 +46,6 @@ def serve(path: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "describe":
-        print(json.dumps(describe()))  # noqa: T201 - It is read by who started this.
+        print(json.dumps(describe()))  # Read by the parent process.
     else:
         serve(sys.argv[-1])

@@ -1,7 +1,7 @@
-"""The command, environment and ports of a server: every decision before its start.
+"""The command, environment and ports of a server, decided before its start.
 
-The commands of all servers of an engine are made before the first one starts, so that a
-wrong argument, a port in use or a missing GPU is found before anything runs.
+The commands of all servers of an engine are made before the first server starts, so
+that a wrong argument, a port in use or a missing GPU is found before anything runs.
 
 The engine can live in another interpreter and have any version, so its flags are read
 from its source files. These are parsed and never imported: an import takes seconds and
@@ -57,9 +57,9 @@ SERVER_ENVIRONMENT = {
     # generation is paused.
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
     # Log-probs of sampled tokens before the temperature, as the trained model computes
-    # them. Where a server still returns others, the engine scores whole responses.
+    # them. If a server still returns others, the engine scores whole responses.
     "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
-    # The last lines of a killed server are the ones worth reading.
+    # The last lines of a killed server are the most useful.
     "PYTHONUNBUFFERED": "1",
 }
 """Variables of every server."""
@@ -72,7 +72,7 @@ OF_THE_ENGINE = (
     *("router_policy", "router_args", "max_in_flight", "max_attempts", "max_restarts"),
     *("progress_timeout", "deterministic", "rollout_dtype", "weight_loader"),
 )
-"""Arguments of ``AsyncSGLang.from_pretrained`` that are none of a server."""
+"""Arguments of ``AsyncSGLang.from_pretrained`` that are not a server's."""
 
 FIND_TIMEOUT_SECONDS = 60.0
 """Timeout for an interpreter to locate its sglang package; it takes 0.1 s."""
@@ -97,8 +97,8 @@ def make_server_command(
 ) -> Command:
     """Checks a server's arguments and leases its ports; see make_sglang_server()."""
     for name in INERT.keys() & server_args.keys():
-        why = INERT[name]
-        torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {why}")
+        reason = INERT[name]
+        torchrl_logger.info(f"{name}={server_args[name]!r} changes nothing: {reason}")
     arguments = translate_vllm_names({"model": model, **server_args})
     arguments |= loader_arguments(weight_loader, arguments)
     device = default_device() if device is None else device
@@ -110,8 +110,8 @@ def make_server_command(
     deterministic = bool(to_python(arguments.get("enable_deterministic_inference")))
     _check_modes(device, deterministic, arguments)
     if deterministic:
-        # What a step of decoding leaves in the cache is not, to the bit, what a prefill
-        # computes, and how much of a prefix is found there depends on timing.
+        # Decoding leaves cache entries that differ in bits from a prefill's, and cache
+        # hits depend on timing.
         arguments.setdefault("disable_radix_cache", True)
     check_local_model(model)
     _check_nodes(arguments)
@@ -129,19 +129,19 @@ def make_server_command(
     if device == "cpu":
         program = cpu.launch_command(sglang_version, python)
         arguments = {**cpu.default_server_args(), **arguments}
-        own = cpu.engine_environment(sglang_version, python)
+        device_variables = cpu.engine_environment(sglang_version, python)
     else:
         interpreter = str(python) if python is not None else sys.executable
         program = [interpreter, "-m", "sglang.launch_server"]
         arguments = {"device": device, **arguments}
-        own = device_environment(gpus, os.environ)
+        device_variables = device_environment(gpus, os.environ)
     variables = inherited_environment(
         os.environ, own_python=program[0] != sys.executable
     )
     if is_loopback(host) and int(arguments.get("nnodes") or 1) == 1:
         # Otherwise gloo listens on the address that the machine's name resolves to.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    variables |= SERVER_ENVIRONMENT | own | check_environment(environment)
+    variables |= SERVER_ENVIRONMENT | device_variables | check_environment(environment)
     flags = find_flags(program[0], variables)
     path = search_path(arguments, variables.get("PYTHONPATH", ""))
     if path:
@@ -163,8 +163,8 @@ def make_server_command(
         # SGLang writes its arguments, keys included, to its log.
         hidden=tuple(secrets.values()),
         leases=leases,
-        # SGLang asks itself after its warm-up. On CPU, without one, that is before it
-        # listens, and each flush would look through its heap, for half a second.
+        # SGLang calls it after its warm-up. On CPU, without a warm-up, it would come
+        # before SGLang listens, and each flush would scan the heap for half a second.
         when_ready="/freeze_gc" if device == "cpu" else None,
     )
 
@@ -172,7 +172,7 @@ def make_server_command(
 def _check_modes(
     device: str, deterministic: bool, arguments: Mapping[str, Any]
 ) -> None:
-    """Refuses what SGLang cannot do there, or together."""
+    """Refuses unsupported modes of SGLang and unsupported combinations."""
     if device == "cpu" and deterministic:
         raise ConfigurationError(
             "deterministic=True (enable_deterministic_inference) is for servers on "
@@ -195,9 +195,9 @@ def _check_modes(
 
 
 def check_local_model(model: str | os.PathLike[str]) -> None:
-    """Raises :class:`ConfigurationError` for a path of a model where there is none.
+    """Raises :class:`ConfigurationError` for a missing model folder.
 
-    A hub name is "owner/name"; what looks like a path must exist.
+    A hub name is "owner/name"; any other path must exist.
     """
     text = os.fspath(model)
     looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
@@ -238,11 +238,11 @@ def _take_secrets(arguments: dict[str, Any]) -> dict[str, str]:
 def _confine_to_gpus(
     device: str, cuda_devices: Sequence[Any] | None, arguments: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """Returns the only GPUs that a server may see; none: all that the trainer sees."""
+    """Returns the only GPUs for a server; none: all GPUs visible to the trainer."""
     if cuda_devices is None:
         return ()
-    others = ("base_gpu_id", "gpu_id_step")
-    if device == "cpu" or any(arguments.get(name) is not None for name in others):
+    alternatives = ("base_gpu_id", "gpu_id_step")
+    if device == "cpu" or any(arguments.get(name) is not None for name in alternatives):
         raise ConfigurationError(
             f"cuda_devices={list(cuda_devices)!r} is for device='cuda' without "
             f"base_gpu_id and gpu_id_step; leave it out."
@@ -261,18 +261,18 @@ def _lease_ports(
     environment: Mapping[str, str],
     undo: ExitStack,
 ) -> tuple[PortLease, ...]:
-    """Leases every port of a server, and adds those it found to the arguments."""
+    """Leases every port of a server, and adds the chosen ports to the arguments."""
 
     def lease(name: str, port: object) -> PortLease:
-        found = lease_port(host, port, name=name)
-        undo.callback(found.release)
+        leased = lease_port(host, port, name=name)
+        undo.callback(leased.release)
         if port is None or name == "port":
-            arguments[name] = found.port
-        return found
+            arguments[name] = leased.port
+        return leased
 
     http = lease("port", arguments.get("port"))
-    held = ports_to_hold(arguments, environment)
-    return (http, *(lease(name, port) for name, port in held.items()))
+    ports = ports_to_hold(arguments, environment)
+    return (http, *(lease(name, port) for name, port in ports.items()))
 
 
 class ServerFlag(NamedTuple):
@@ -285,15 +285,15 @@ class ServerFlag(NamedTuple):
 
 
 _FOUND: dict[tuple[str, str], Mapping[str, ServerFlag]] = {}
-"""Interpreter and its search path -> flags; they do not change while we run."""
+"""Interpreter and its search path -> flags, constant in this process."""
 
 
 def find_flags(python: str, environment: Mapping[str, str]) -> Mapping[str, ServerFlag]:
     """Returns argument name -> flag of an interpreter's SGLang; none: unknown."""
     key = (python, environment.get("PYTHONPATH", ""))
     if key not in _FOUND:
-        found = map(read_flags, _find_packages(python, environment))
-        _FOUND[key] = next(filter(None, found), {})
+        candidates = map(read_flags, _find_packages(python, environment))
+        _FOUND[key] = next(filter(None, candidates), {})
         if not _FOUND[key]:
             torchrl_logger.debug(f"The arguments of {python}'s sglang are unknown.")
     return _FOUND[key]
@@ -317,7 +317,7 @@ def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
 
 
 def _check_memory_saver(python: str, environment: Mapping[str, str]) -> None:
-    """Refuses servers that shall sleep and have no package for it."""
+    """Refuses servers with sleep enabled if its package is missing."""
     look = (
         "import importlib.util as u; "
         "raise SystemExit(3 if u.find_spec('torch_memory_saver') is None else 0)"
@@ -343,8 +343,8 @@ def _check_memory_saver(python: str, environment: Mapping[str, str]) -> None:
 
 
 def read_flags(package: Path) -> Mapping[str, ServerFlag]:
-    """Returns the flags of the ``sglang`` package in a folder; none: not understood."""
-    # Older versions define all of them in the first file, newer ones in the folder.
+    """Returns the flags of the ``sglang`` package in a folder; none: not readable."""
+    # Older versions define all flags in the first file, newer ones in the folder.
     files = [
         package / "srt" / "server_args.py",
         *sorted((package / "srt" / "arg_groups").rglob("*.py")),
@@ -390,8 +390,8 @@ def _flags_of_field(field: ast.AnnAssign) -> dict[str, ServerFlag]:
         return {}
     flag = options.get("cli_name") or "--" + name.replace("_", "-")
     negatable = any(map(_is_negatable, calls))
-    found = _by_name([flag, *(options.get("aliases") or ())], negatable)
-    return {**found, name: ServerFlag(flag, negatable)}
+    flags = _by_name([flag, *(options.get("aliases") or ())], negatable)
+    return {**flags, name: ServerFlag(flag, negatable)}
 
 
 def _by_name(flags: Iterable[Any], negatable: bool) -> dict[str, ServerFlag]:
@@ -418,20 +418,22 @@ def _value(node: ast.expr) -> Any:
 
 
 def check_names(arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]) -> None:
-    """Refuses an argument that the server does not have, unless its value is False."""
+    """Refuses unknown arguments of the server, unless the value is False."""
     for name, value in arguments.items():
         if not name.isidentifier():
             raise ConfigurationError(
                 f"{name!r} is not the name of an engine argument; write it with "
                 f"underscores, like 'mem_fraction_static'."
             )
-        # A switch that is off changes nothing, whether this version has it or not.
+        # A disabled switch changes nothing, even if this version lacks it.
         if not flags or name in flags or to_python(value) is False:
             continue
-        # argparse would accept the beginning of a name.
-        near = nearest(name, [*OF_THE_ENGINE, *flags, *ARGUMENTS])
-        hint = f"did you mean {near!r}?" if near else "see SGLang's own list."
-        if near == name:
+        # argparse would accept a prefix of a name.
+        suggestion = nearest(name, [*OF_THE_ENGINE, *flags, *ARGUMENTS])
+        hint = (
+            f"did you mean {suggestion!r}?" if suggestion else "see SGLang's own list."
+        )
+        if suggestion == name:
             hint = "give it to AsyncSGLang.from_pretrained()."
         raise ConfigurationError(
             f"{name!r} is not an argument of this SGLang's server; {hint}"
@@ -441,27 +443,29 @@ def check_names(arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]) -
 def to_flags(
     arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]
 ) -> list[str]:
-    """Returns the command line of arguments that have SGLang's names.
+    """Returns the command line for arguments under SGLang's names.
 
     ``True`` becomes a bare flag, ``False`` its ``--no-`` form or nothing, ``None``
     nothing, a list several values, a mapping JSON, and a :class:`torch.dtype` its name.
     """
     line: list[str] = []
-    for name, given in arguments.items():
-        value = to_python(given)
-        known = flags.get(name, ServerFlag("--" + name.replace("_", "-")))
-        if value is False and known.negatable:
-            line.append("--no-" + known.flag.removeprefix("--"))
+    for name, raw in arguments.items():
+        value = to_python(raw)
+        option = flags.get(name, ServerFlag("--" + name.replace("_", "-")))
+        if value is False and option.negatable:
+            line.append("--no-" + option.flag.removeprefix("--"))
         if value is None or value is False:
             continue
         if value is True:
-            line.append(known.flag)
+            line.append(option.flag)
         elif isinstance(value, (list, tuple)):
-            line += [known.flag, *(_text(name, item) for item in value)]
+            line += [option.flag, *(_text(name, item) for item in value)]
         else:
             text = _text(name, value)
             # argparse takes a separate value that begins with a dash for a flag.
-            line += [f"{known.flag}={text}"] if text[:1] == "-" else [known.flag, text]
+            line += (
+                [f"{option.flag}={text}"] if text[:1] == "-" else [option.flag, text]
+            )
     return line
 
 

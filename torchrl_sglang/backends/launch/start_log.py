@@ -1,11 +1,11 @@
-"""Reader of a starting server's log: the phase of the start, and remedies. Pure."""
+"""Start phase and remedies from the log of a starting server."""
 
 from __future__ import annotations
 
 import re
 
 _PHASES = (
-    # The last one that has begun is the one that runs.
+    # The latest phase in the log is the current phase.
     ("server_args=", "starting its processes"),
     ("Init torch distributed begin", "joining its ranks"),
     ("Init parallel begin", "joining its ranks"),
@@ -17,10 +17,10 @@ _PHASES = (
     ("Application startup complete", "warming up"),
     ("The server is fired up", "ready"),
 )
-"""Text in SGLang's log -> the phase of the start that begins there."""
+"""Text in SGLang's log -> phase that begins there."""
 
 _MEMORY = (
-    # SGLang counts what other programs allocate meanwhile as the server's own.
+    # SGLang counts allocations of other programs as the server's own.
     (
         r"Raise --mem-fraction-static above ([\d.]+)",
         "mem_fraction_static more than {0}",
@@ -31,7 +31,7 @@ _MEMORY = (
         "a smaller mem_fraction_static or max_total_tokens",
     ),
 )
-"""SGLang's message about memory -> the argument that mends it."""
+"""SGLang's message about memory -> argument that helps."""
 
 
 def find_phase(log: str) -> str:
@@ -49,17 +49,17 @@ def find_phase(log: str) -> str:
 
 
 def find_remedy(log: str) -> str:
-    """Returns a sentence on what to do about a start that failed; empty: unknown.
+    """Returns a sentence with a remedy for a failed start; empty: unknown.
 
     Examples:
         >>> find_remedy("ValueError: Raise --mem-fraction-static above 0.121 (...")
         'Memory is short: end what else uses the memory, or start the server with \
 mem_fraction_static more than 0.121.'
     """
-    for pattern, what in _MEMORY:
-        if found := re.search(pattern, log):
+    for pattern, remedy in _MEMORY:
+        if match := re.search(pattern, log):
             return (
                 f"Memory is short: end what else uses the memory, or start the server "
-                f"with {what.format(*found.groups())}."
+                f"with {remedy.format(*match.groups())}."
             )
     return ""

@@ -1,4 +1,4 @@
-"""vLLM's engine arguments, and those of TorchRL's ``AsyncVLLM``, under SGLang's names.
+"""Translation of engine arguments of vLLM and ``AsyncVLLM`` to SGLang's names.
 
 Names in none of these tables go to SGLang unchanged.
 """
@@ -57,7 +57,7 @@ def _dtype(value: Any) -> Any:
 
 CONVERTED: Mapping[str, Callable[[Any], Any]] = {
     "dtype": _dtype,
-    # vLLM's "fp8" is this one of the two.
+    # SGLang has two FP8 types; vLLM's "fp8" is this type.
     "kv_cache_dtype": lambda value: "fp8_e4m3" if value == "fp8" else _dtype(value),
     "generation_config": lambda value: {"vllm": "openai", "auto": "model"}.get(
         value, value
@@ -93,7 +93,7 @@ INERT: Mapping[str, str] = {
     "verbose": "What a server prints goes to its log, and no further.",
     "max_logprobs": "SGLang has no limit on log-probabilities.",
 }
-"""Argument that changes nothing here -> why."""
+"""Argument without an effect here -> reason."""
 
 _COPIES = "Copies of the model are separate servers here; give num_replicas=N."
 _GENERATES = "Servers generate here."
@@ -160,7 +160,7 @@ REFUSED: Mapping[str, str] = {
     "grpc_mode": _SPEAKS_HTTP,
     "smg_grpc_mode": _SPEAKS_HTTP,
 }
-"""Argument that a server started here cannot honour -> what to give instead."""
+"""Argument that a server of this package cannot honour -> alternative."""
 
 _HONOURED: Mapping[str, tuple[object, ...]] = {
     "task": ("auto", "generate"),
@@ -170,14 +170,14 @@ _HONOURED: Mapping[str, tuple[object, ...]] = {
     "lora_dtype": ("auto",),
     "logprobs_mode": ("raw_logprobs",),
 }
-"""Refused argument -> values, beside None and False, that ask for what holds anyway."""
+"""Refused argument -> values, beside None and False, that match the behaviour."""
 
 ARGUMENTS = (*RENAMED, *CONVERTED, *INERT, *REFUSED)
 """All names that are not simply passed on."""
 
 
 def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments under SGLang's names, without those that change nothing."""
+    """Returns arguments under SGLang's names, without those that have no effect."""
     translated: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in arguments.items():
@@ -187,8 +187,8 @@ def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
             continue
         to = RENAMED.get(name, name)
         convert = CONVERTED.get(name)
-        meant = convert(value) if convert and value is not None else value
-        if to in translated and (type(meant), meant) != (
+        converted = convert(value) if convert and value is not None else value
+        if to in translated and (type(converted), converted) != (
             type(translated[to]),
             translated[to],
         ):
@@ -196,14 +196,14 @@ def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
                 f"{origin[to]!r} and {name!r} both set SGLang's {to!r}; give one of "
                 f"them."
             )
-        translated[to] = meant
+        translated[to] = converted
         origin[to] = name
     return translated
 
 
 def _check_honoured(name: str, value: Any) -> None:
     for honoured in (None, False, *_HONOURED.get(name, ())):
-        # Compared by type too: 1 == True, and only one of them may be honoured.
+        # Compared by type too: 1 == True, and only one may be honoured.
         if type(value) is type(honoured) and value == honoured:
             return
     raise ConfigurationError(

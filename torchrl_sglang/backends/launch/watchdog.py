@@ -1,13 +1,13 @@
 """Watchdog of a server's process tree: runs a command and leaves no process behind.
 
-A script that the trainer runs by file name, with the standard library alone::
+A script that the trainer runs by file name, with only the standard library::
 
     python watchdog.py <pid of the trainer> <command> [argument ...]
 
 It is the server's parent, adopts orphans below it (PR_SET_CHILD_SUBREAPER), and ends
 the whole tree on SIGTERM, when the server ends, and when the trainer has ended.
 
-Exit status: that of the server, or 128 + signal number.
+Exit status: the server's, or 128 + signal number.
 """
 
 from __future__ import annotations
@@ -25,40 +25,40 @@ import time
 from collections.abc import Callable
 
 POLL_SECONDS = 0.1
-"""Interval between looks for the trainer; a tree outlives it by as much."""
+"""Interval between checks of the trainer; a tree outlives it by at most this long."""
 
 TERM_GRACE_SECONDS = 0.5
 """Time from SIGTERM to SIGKILL. SGLang waits longer, and then kills its processes."""
 
 TRACKER_GRACE_SECONDS = 1.0
-"""Time for Python's resource trackers to free what killed processes shared; they ignore
-SIGTERM, and end after the last process that they serve."""
+"""Time for Python's resource trackers to free shared objects of killed processes; they
+ignore SIGTERM, and end after the last process that they serve."""
 
 OPEN_FILES = 65_535
-"""Open files of the tree, where the machine allows it: each connection takes one, and a
-trainer has more than the usual 1,024 in flight. SGLang itself wants this many."""
+"""Open files of the tree, if the machine allows it: each connection takes one, and a
+trainer has more than the usual 1,024 in flight. SGLang itself needs this number."""
 
 SHARED_MEMORY = "/dev/shm"
 SHARED_FILES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
-"""Beginnings of the names of files there that SGLang leaves when it is killed."""
+"""Name prefixes of files in this folder that SGLang leaves when it is killed."""
 
 SHARED_POLL_SECONDS = 5.0
-"""The tree's files are looked for so often, as one that ends by itself tells none."""
+"""Interval between searches for the tree's files, which end without a signal."""
 
 FOLDER_VARIABLE = "TORCHRL_SGLANG_SERVER_FOLDER"
 """Variable with the folder of the server's files, which a killed trainer leaves."""
 
 CLEANUP_VARIABLE = "TORCHRL_SGLANG_CLEANUP"
-"""Variable with a command, as JSON, that is run before the tree is ended: it removes
-what is more than its processes, such as a container."""
+"""Variable with a command, as JSON, to run before the tree is ended: it removes other
+resources than processes, such as a container."""
 
 CLEANUP_SECONDS = 30.0
-"""Timeout of that command."""
+"""Timeout of the cleanup command."""
 
 _TRACKER = b"multiprocessing.resource_tracker"
 
 _NUM_THREADS = 17
-"""Place of a process's number of threads in what :func:`_stat` returns; proc(5)."""
+"""Index of a process's number of threads in the result of :func:`_stat`; proc(5)."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -71,7 +71,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _stat(pid: int | str) -> list[bytes]:
-    """Returns state, parent, ... of a process; nothing if there is no such process."""
+    """Returns state, parent, ... of a process; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The command name is in parentheses and may hold anything.
@@ -81,10 +81,10 @@ def _stat(pid: int | str) -> list[bytes]:
 
 
 def _lives(fields: list[bytes]) -> bool:
-    """Returns whether a process has threads that run.
+    """Returns whether a process has running threads.
 
-    It is a zombie as soon as its first thread has ended, and holds its ports and memory
-    until the last one has, which on a busy machine takes seconds.
+    It is a zombie when its first thread has ended, and holds its ports and memory until
+    the end of its last thread, which on a busy machine takes seconds.
     """
     return fields[0] not in (b"Z", b"X") or int(fields[_NUM_THREADS]) > 1
 
@@ -110,28 +110,28 @@ def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
 def descendants(pid: int) -> list[int]:
     """Returns the ids of all living processes below ``pid``, parents first."""
     table = processes_by_parent()
-    found: list[int] = []
+    living: list[int] = []
     frontier = [pid]
     while frontier:
         below = [child for parent in frontier for child in table.get(parent, [])]
-        found += [child for child, lives in below if lives]
+        living += [child for child, lives in below if lives]
         frontier = [child for child, _ in below]
-    return found
+    return living
 
 
 def shared_files(pids: list[int]) -> set[str]:
     """Returns SGLang's files in shared memory that processes have open."""
     beginnings = tuple(f"{SHARED_MEMORY}/{name}" for name in SHARED_FILES)
-    found: set[str] = set()
+    open_files: set[str] = set()
     for pid in pids:
-        # Processes end meanwhile.
+        # Processes may end during the search.
         with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
                     path = os.readlink(entry.path)
                     if path.startswith(beginnings):
-                        found.add(path)
-    return found
+                        open_files.add(path)
+    return open_files
 
 
 def _is_tracker(pid: int) -> bool:
@@ -144,13 +144,13 @@ def _is_tracker(pid: int) -> bool:
 
 def _raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _end(pids: Callable[[], list[int]], number: int, seconds: float) -> None:
-    """Sends a signal to processes and waits until they are gone, at most so long."""
+    """Sends a signal to processes and waits until they end, at most ``seconds``."""
     for pid in pids():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
@@ -182,7 +182,7 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
 
 
 def _clean_up(command: list[str]) -> None:
-    """Runs a command that removes what is more than processes."""
+    """Runs a command that removes other resources than processes."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
             command,
@@ -210,7 +210,7 @@ def main(owner: int, command: list[str]) -> int:
     cleanup = json.loads(os.environ.pop(CLEANUP_VARIABLE, "[]"))
     server = subprocess.Popen(
         command,
-        # If the watchdog itself is killed, the server goes too.
+        # If the watchdog itself is killed, the server ends as well.
         preexec_fn=lambda: _prctl(  # noqa: PLW1509 - There is one thread here.
             _PR_SET_PDEATHSIG, signal.SIGKILL
         ),

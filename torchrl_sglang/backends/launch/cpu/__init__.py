@@ -26,13 +26,13 @@ __all__ = [
 ]
 
 DEFAULT_VERSION = "0.5.23"
-"""The SGLang of the environment itself."""
+"""The SGLang version of the environment itself."""
 
 VERSIONS = (DEFAULT_VERSION, "0.5.20")
-"""Versions that run on the same dependencies; 0.5.20 has no update sessions."""
+"""Versions with the same dependencies; 0.5.20 has no update sessions."""
 
 PYTHON_VARIABLE = "TORCHRL_SGLANG_PYTHON"
-"""The environment variable that names another interpreter to run SGLang with."""
+"""Environment variable with the path of another interpreter for SGLang."""
 
 INSTALL_COMMAND = "python -m torchrl_sglang.cli.cpu.install"
 """The command that makes the environment."""
@@ -55,20 +55,20 @@ def engine_python(
 
     Args:
         version: one of :data:`VERSIONS`. Defaults to :data:`DEFAULT_VERSION`.
-        python: an interpreter that has SGLang, instead of the one that
-            :data:`INSTALL_COMMAND` made.
+        python: an interpreter with SGLang, instead of the one from
+            :data:`INSTALL_COMMAND`.
 
     Raises:
         ConfigurationError: if the version is unknown or is not installed.
     """
-    found = _find_python() if python is None else Path(python)
-    overlay = _overlay(found, version)
+    interpreter = _find_python() if python is None else Path(python)
+    overlay = _overlay(interpreter, version)
     if overlay is not None and not overlay.is_dir():
         raise ConfigurationError(
             f"SGLang {version} is not installed in {overlay.parent}. Install it with "
             f"`{INSTALL_COMMAND} --version {version} --prefix {overlay.parent}`."
         )
-    return found
+    return interpreter
 
 
 def engine_environment(
@@ -77,13 +77,13 @@ def engine_environment(
     """Returns variables of a server that replace the trainer's."""
     overlay = _overlay(engine_python(version, python), version)
     return {
-        # Without it, the rotary embedding looks for another engine's kernels.
+        # Otherwise, the rotary embedding looks for another engine's kernels.
         "SGLANG_USE_CPU_ENGINE": "1",
-        # Threads that spin while they wait take the cores from those they wait for:
-        # beside one other busy process, a batch took 50 times as long.
+        # Spinning threads take the cores from the threads that they wait for: beside
+        # one other busy process, a batch took 50 times as long.
         "OMP_WAIT_POLICY": "passive",
-        # A build of torch for CUDA brings NCCL, which several ranks would make a group
-        # of GPUs with.
+        # A CUDA build of torch brings NCCL, which several ranks would use for a group
+        # of GPUs.
         "SGLANG_NCCL_SO_PATH": os.devnull,
         # Never the trainer's: its packages are built against another torchvision.
         "PYTHONPATH": "" if overlay is None else str(overlay),
@@ -108,8 +108,8 @@ def default_server_args() -> dict[str, object]:
         "disable_overlap_schedule": True,
         # Otherwise an idle scheduler polls on one core.
         "sleep_on_idle": True,
-        # SGLang compares the free memory after the start with this share of what was
-        # free before, and counts what others take meanwhile as its own.
+        # SGLang compares the free memory after the start with this share of the earlier
+        # free memory, and counts other processes' allocations as its own.
         "mem_fraction_static": 0.99,
         # Limits the KV cache, whatever the machine's memory: 32 times 2,048 tokens.
         "max_total_tokens": 65_536,

@@ -1,7 +1,7 @@
 """Entry module of an SGLang server on a machine without an accelerator.
 
-A script that the Python of the engine environment runs. ``torchrl_sglang`` is not
-installed there, so the file stands alone. Its arguments are those of SGLang's own::
+A script for the Python of the engine environment. ``torchrl_sglang`` is not installed
+there, so the file stands alone. Its arguments are SGLang's own::
 
     <engine python> launch.py --model-path ... --device cpu ...
 
@@ -27,17 +27,17 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 PARENT_PID_VARIABLE = "TORCHRL_SGLANG_PARENT_PID"
-"""Variable with the id of the process that starts this one."""
+"""Variable with the id of the process that starts this process."""
 
 KERNEL_PACKAGE = "sgl_kernel"
 """SGLang's compiled kernels; there is no wheel for CPU."""
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process when the one that started it dies.
+    """Makes the kernel kill this process when its parent dies.
 
-    Linux sends the signal when the *thread* that started this process ends. A parent
-    that died before the request is found by its pid in the environment.
+    Linux sends the signal when the *thread* that started this process ends. The pid in
+    the environment shows whether the parent died before the request.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -80,7 +80,7 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _MissingKernel(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run: the attributes are made as they are asked for."""
+        """Runs nothing: attributes are made on access."""
 
 
 def stand_in_for_kernels() -> None:
@@ -94,11 +94,11 @@ def stand_in_for_kernels() -> None:
 
 
 def _stand_in_for_operators() -> None:
-    """Makes operators such as ``torch.ops.sgl_kernel.name`` exist for who imports them.
+    """Makes operators such as ``torch.ops.sgl_kernel.name`` importable.
 
     Some models, and with them the processors of all vision models, bind an operator to
-    a name while they are imported. Functions ask with :func:`hasattr` which operators
-    there are, and use others where there is none; to them, none exists.
+    a name at import. Functions test with :func:`hasattr` which operators exist, and use
+    alternatives; for functions, none exists.
     """
     import torch
 
@@ -110,7 +110,7 @@ def _stand_in_for_operators() -> None:
             try:
                 return super().__getattr__(name)
             except AttributeError:
-                # Code that is imported runs under this name.
+                # Imported code runs under this name.
                 if sys._getframe(1).f_code.co_name != "<module>":
                     raise
             return _MissingKernel(f"torch.ops.{KERNEL_PACKAGE}.{name}")
@@ -146,8 +146,8 @@ def define_torchvision_operators() -> None:
 def drop_pinned_memory() -> None:
     """Makes ``pin_memory`` do nothing without an accelerator, where PyTorch refuses it.
 
-    SGLang's LoRA code pins memory on CPU, too, and a server that returns the experts
-    of its tokens asks CUDA to pin a buffer for them.
+    SGLang's LoRA code pins memory on CPU, too, and a server with expert routing output
+    requests a pinned CUDA buffer.
     """
     import torch
 

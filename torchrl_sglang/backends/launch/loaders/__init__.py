@@ -1,6 +1,6 @@
 """Weight loaders that run inside servers, named by ``--custom-weight-loader``.
 
-Each file stands alone: the Python of the server, where this package is not, imports it
+Each file stands alone: it is imported by the Python of the server, without this
 from this folder, or from wherever it was copied to.
 """
 
@@ -39,10 +39,10 @@ def loader_arguments(
         )
     if weight_loader == "sglang":
         return {}
-    own = given.get(ARGUMENT) or []
-    others = [own] if isinstance(own, str) else list(own)
+    custom = given.get(ARGUMENT) or []
+    loaders = [custom] if isinstance(custom, str) else list(custom)
     return {
-        ARGUMENT: [*(each for each in others if each != TRACED_LOADER), TRACED_LOADER]
+        ARGUMENT: [*(name for name in loaders if name != TRACED_LOADER), TRACED_LOADER]
     }
 
 
@@ -51,10 +51,10 @@ def search_path(arguments: Mapping[str, Any], known: str) -> str:
 
     Args:
         arguments: of the server, under SGLang's names.
-        known: its ``PYTHONPATH``.
+        known: its current ``PYTHONPATH``.
     """
-    given = arguments.get(ARGUMENT) or ()
-    names = [given] if isinstance(given, str) else [str(name) for name in given]
+    loaders = arguments.get(ARGUMENT) or ()
+    names = [loaders] if isinstance(loaders, str) else [str(name) for name in loaders]
     modules = [name.rpartition(".")[0] for name in names]
     if not any(module and (FOLDER / f"{module}.py").is_file() for module in modules):
         return known

@@ -1,4 +1,4 @@
-"""Loads weight updates that travel over plain HTTP, inside an SGLang server.
+"""Loads weight updates over plain HTTP, inside an SGLang server.
 
 The Python of the server imports it; ``torchrl_sglang`` is not installed there, so the
 file stands alone. It has to be on the server's ``PYTHONPATH``::
@@ -6,13 +6,13 @@ file stands alone. It has to be on the server's ``PYTHONPATH``::
     python -m sglang.launch_server --custom-weight-loader torchrl_sglang_delta.load ...
 
 SGLang calls :func:`load` on every rank, with one message per request. The messages of
-an update are numbered: 0 begins it, one says that it is the last. A full update brings
-whole tensors, which go through the model's own ``load_weights``, and what that copies
-where is kept. A later one can bring changed elements alone, which go straight to their
-places: the differences of the bit patterns, so that the result is exact.
+an update are numbered from 0, and the last is marked. A full update brings whole
+tensors, which go through the model's own ``load_weights``; the destinations of its
+copies are recorded. A later update can bring only changed elements, which go straight
+to these destinations, as differences of the bit patterns, so that the result is exact.
 
 SGLang ends when a loader raises, and answers "Success" otherwise. So nothing is raised
-here, and the sender asks ``/get_weights_by_name`` for the name :data:`STATE`.
+here, and the sender queries ``/get_weights_by_name`` for the name :data:`STATE`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOADER = "torchrl_sglang_delta.load"
 """Value of ``--custom-weight-loader``, and of ``load_format`` in requests."""
 
 STATE = "torchrl_sglang_delta.state"
-"""Name under which a server tells the state of updates."""
+"""Name under which a server reports the state of updates."""
 
 PAYLOAD = "torchrl_sglang_delta"
 """Name of the tensor with a message: one byte per element."""
@@ -41,14 +41,14 @@ MAGIC = b"TSDELTA1"
 DIGEST_BYTES = 32
 
 LENGTH_BYTES = 8
-"""Before the header, in JSON, is its length."""
+"""Bytes of the length of the JSON header, in front of it."""
 
 TOKEN_BITS = 48
-"""A float of JSON holds whole numbers of 53 bits."""
+"""Bits of a token's half; a JSON number is exact up to 53 bits."""
 
 OK, CORRUPT, REFUSED, FAILED = 0, 1, 2, 3
-"""What has become of the update: nothing bad, a message was damaged, it does not follow
-what was loaded before, its tensors could not be loaded."""
+"""Outcome of an update: success, a damaged message, a base that does not match the
+loaded weights, a failed load of its tensors."""
 
 INTEGERS: Mapping[int, torch.dtype] = {
     1: torch.int8,
@@ -62,79 +62,81 @@ _logger = logging.getLogger(__name__)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Takes one message of an update; raises nothing."""
+    """Receives one message of an update; raises nothing."""
     state_of(model).receive(dict(named_tensors).get(PAYLOAD))
 
 
 def state_of(model: Any) -> UpdateState:
-    """Returns the state of a model's updates, which it tells from then on."""
+    """Returns the state of a model's updates, and makes the model report it."""
     state: UpdateState | None = model.__dict__.get(PAYLOAD)
     if state is None:
         state = UpdateState(model)
         model.__dict__[PAYLOAD] = state
-        others = getattr(model, "get_weights_by_name", None)
+        report_weights = getattr(model, "get_weights_by_name", None)
 
         def tell(name: str, *args: Any, **options: Any) -> Any:
             if name == STATE:
                 return state.tell()
-            if others is None:
+            if report_weights is None:
                 raise AttributeError(f"{type(model).__name__} tells no weights.")
-            return others(name, *args, **options)
+            return report_weights(name, *args, **options)
 
         model.__dict__["get_weights_by_name"] = tell
     return state
 
 
 class UpdateState:
-    """What one model has loaded, on one rank."""
+    """Update state of one model, on one rank."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.token = ""
-        """The update whose weights the model holds; empty: unknown."""
+        """Id of the update whose weights the model holds; empty: unknown."""
         self.update = ""
         self.next = 0
         """Number of the next message of this update."""
         self.outcome = OK
         self.tensors: list[tuple[str, str, list[int]]] = []
-        """Name, type and shape of every tensor, as the sender counts them."""
+        """Name, type and shape of every tensor, in the sender's order."""
         self.routes: dict[int, list[CopyRoute]] = {}
-        """Where the elements of each tensor go; those that are missing are unknown."""
+        """Copy routes of each tensor; tensors without an entry are unknown."""
         self.unclear: set[int] = set()
-        """Tensors whose elements do not only move."""
+        """Tensors that loading computes on, besides copying."""
         self.parts: dict[int, tuple[torch.Tensor, int]] = {}
-        """Tensors of which some has come, and how many elements."""
+        """Partial tensors, and the number of received elements."""
         self.fingerprint: list[int] = []
         self.group = _find_group()
 
     def tell(self) -> list[float]:
         """Returns the state as numbers: :class:`.LoaderState` reads them."""
         ranks = self._gather((self._is_intact(), self.unclear, set(self.routes)))
-        unclear = set[int]().union(*(each[1] for each in ranks))
-        placed = set[int]().union(*(each[2] for each in ranks))
-        # Of a tensor that goes nowhere it is not known that it is not needed.
-        whole = [i for i in range(len(self.tensors)) if i in unclear or i not in placed]
+        unclear = set[int]().union(*(rank[1] for rank in ranks))
+        placed = set[int]().union(*(rank[2] for rank in ranks))
+        # A tensor without a destination may still be needed.
+        incomplete = [
+            i for i in range(len(self.tensors)) if i in unclear or i not in placed
+        ]
         numbers = [
             *_halves(self.token),
             *_halves(self.update),
             self.next,
             self.outcome,
-            all(each[0] for each in ranks),
-            *whole,
+            all(rank[0] for rank in ranks),
+            *incomplete,
         ]
         return [float(number) for number in numbers]
 
     def _is_intact(self) -> bool:
-        """Whether the model holds what the last update has left, to the bit."""
+        """Whether the model's weights still equal the last update's, bit for bit."""
         try:
             return bool(self.token) and self.fingerprint == fingerprint(self.model)
         except Exception:
-            # The other ranks wait for this one's answer.
+            # The other ranks wait for this rank's value.
             _logger.exception("The weights could not be read.")
             return False
 
     def receive(self, payload: torch.Tensor | None) -> None:
-        """Takes a message, the same on all ranks: only the first one was sent it."""
+        """Receives a message and broadcasts it: only the first rank got it."""
         data = b"" if payload is None else payload.cpu().numpy().tobytes()
         if self.group is not None:
             data = self.group.broadcast_object(data, src=0)
@@ -149,7 +151,7 @@ class UpdateState:
             self.parts.clear()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Returns the value of every rank."""
+        """Gathers a value from every rank."""
         if self.group is None:
             return [value]
         return list(self.group.all_gather_object(value))
@@ -169,8 +171,8 @@ class UpdateState:
         if self.outcome != OK:
             return self.outcome
         self.next += 1
-        for each in self._whole(self._entries(header, body)):
-            self._load(each)
+        for tensors in self._whole(self._entries(header, body)):
+            self._load(tensors)
         if header["last"]:
             if self.parts:
                 return REFUSED
@@ -192,7 +194,7 @@ class UpdateState:
     ) -> Iterator[tuple[Mapping[str, Any], torch.Tensor]]:
         """Applies changes, and yields the parts of whole tensors."""
         device = next(self.model.parameters()).device
-        # A writable copy, which torch asks for.
+        # A writable copy, for torch.
         flat = torch.frombuffer(bytearray(body or b"\0"), dtype=torch.uint8).to(device)
         start = 0
         for entry in header["entries"]:
@@ -226,21 +228,21 @@ class UpdateState:
             number, begin = entry["tensor"], entry["begin"]
             _, dtype, shape = self.tensors[number]
             size = torch.Size(shape).numel()
-            whole, count = self.parts.pop(number, (values, 0))
+            flat, count = self.parts.pop(number, (values, 0))
             if len(values) < size:
                 if not count:
-                    whole = torch.empty(size, dtype=values.dtype, device=values.device)
-                whole[begin : begin + len(values)] = values
+                    flat = torch.empty(size, dtype=values.dtype, device=values.device)
+                flat[begin : begin + len(values)] = values
                 count += len(values)
                 if count < size:
-                    self.parts[number] = whole, count
+                    self.parts[number] = flat, count
                     continue
-            ready.append((number, whole.view(getattr(torch, dtype)).view(shape)))
+            ready.append((number, flat.view(getattr(torch, dtype)).view(shape)))
         if ready:
             yield ready
 
     def _load(self, ready: list[tuple[int, torch.Tensor]]) -> None:
-        """Loads whole tensors, and keeps where their elements go."""
+        """Loads whole tensors, and records the destinations of their elements."""
         with PlaceRecorder(self.model, ready) as recorder:
             self.model.load_weights(
                 [(self.tensors[number][0], value) for number, value in ready]
@@ -248,30 +250,30 @@ class UpdateState:
         for number, value in ready:
             routes = recorder.routes.get(number, [])
             unclear = number in recorder.unclear
-            if unclear or not all(each.holds(self.model, value) for each in routes):
+            if unclear or not all(route.holds(self.model, value) for route in routes):
                 self.unclear.add(number)
             elif routes:
                 self.routes[number] = routes
 
 
 class CopyRoute(NamedTuple):
-    """Where a block of a tensor's elements is in one of the model's."""
+    """Maps a block of a sent tensor to its strided position in a model parameter."""
 
     target: str
     """Name of the model's tensor, which begins at ``offset`` of its memory."""
     layout: tuple[Any, ...]
-    """Its type, shape, strides and offset, when this was found out."""
+    """Its type, shape, strides and offset at the time of recording."""
     source: int
-    """Place of the first element in the tensor that was sent."""
+    """Position of the first element in the sent tensor."""
     offset: int
-    """Place of the first element in the memory of the model's."""
+    """Position of the first element in the parameter's memory."""
     size: tuple[int, ...]
-    """Shape of the block, greatest stride in the tensor that was sent first."""
+    """Shape of the block, greatest stride in the sent tensor first."""
     source_stride: tuple[int, ...]
     target_stride: tuple[int, ...]
 
     def _memory(self, model: Any) -> torch.Tensor:
-        """Returns the memory of the model's tensor, as bit patterns."""
+        """Returns the memory of the parameter, as bit patterns."""
         target = _tensors_of(model)[self.target]
         if _layout(target) != self.layout:
             raise ValueError(f"{self.target} is not what it was: {_layout(target)}")
@@ -282,32 +284,32 @@ class CopyRoute(NamedTuple):
     def write(
         self, model: Any, indices: torch.Tensor, values: torch.Tensor, *, add: bool
     ) -> None:
-        """Writes elements that are in this block, or adds to them."""
+        """Writes elements in this block, or adds to them."""
         memory = self._memory(model)
-        rest = indices - self.source
-        inside = rest >= 0
-        places = torch.full_like(rest, self.offset)
+        remainder = indices - self.source
+        inside = remainder >= 0
+        places = torch.full_like(remainder, self.offset)
         for size, source, target in zip(
             self.size, self.source_stride, self.target_stride, strict=True
         ):
-            coordinate = rest // source
+            coordinate = remainder // source
             inside &= coordinate < size
-            rest -= coordinate * source
+            remainder -= coordinate * source
             places += coordinate * target
-        inside &= rest == 0
+        inside &= remainder == 0
         places, values = places[inside], values[inside]
         memory[places] = memory[places] + values if add else values
 
     def holds(self, model: Any, value: torch.Tensor) -> bool:
-        """Whether the model has this block of the tensor, to the bit."""
+        """Returns whether the parameter's block equals the tensor's, bit for bit."""
         bits = value.view(INTEGERS[value.element_size()])
-        there = self._memory(model).as_strided(
+        target = self._memory(model).as_strided(
             self.size, self.target_stride, self.offset
         )
-        sent = bits.as_strided(
+        source = bits.as_strided(
             self.size, self.source_stride, bits.storage_offset() + self.source
         )
-        return torch.equal(there, sent)
+        return torch.equal(target, source)
 
 
 class PlaceRecorder(TorchDispatchMode):
@@ -327,7 +329,7 @@ class PlaceRecorder(TorchDispatchMode):
         }
 
     def _number_of(self, value: Any) -> tuple[int, torch.Tensor] | None:
-        """Returns which of the given tensors a tensor is a view of."""
+        """Returns the given tensor that a tensor is a view of."""
         if not isinstance(value, torch.Tensor):
             return None
         return self._given.get(value.untyped_storage().data_ptr())
@@ -335,52 +337,52 @@ class PlaceRecorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Runs an operator, and records it where it copies."""
+        """Runs an operator, and records its copies."""
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
-            if (found := self._number_of(args[1])) is not None:
-                self._copied(*found, args[1], args[0])
+            if (match := self._number_of(args[1])) is not None:
+                self._copied(*match, args[1], args[0])
             return result
-        flat = [each for one in args for each in _items(one)]
-        for found in filter(None, map(self._number_of, flat)):
+        flat = [item for argument in args for item in _items(argument)]
+        for match in filter(None, map(self._number_of, flat)):
             outputs = [o for o in _items(result) if isinstance(o, torch.Tensor)]
-            same = all(self._number_of(output) for output in outputs)
-            if func._schema.is_mutable or not outputs or not same:
-                self.unclear.add(found[0])
+            in_place = all(self._number_of(output) for output in outputs)
+            if func._schema.is_mutable or not outputs or not in_place:
+                self.unclear.add(match[0])
         return result
 
     def _copied(
         self, number: int, given: torch.Tensor, part: torch.Tensor, target: torch.Tensor
     ) -> None:
-        known = self._targets.get(target.untyped_storage().data_ptr())
+        parameter = self._targets.get(target.untyped_storage().data_ptr())
         fits = part.shape == target.shape and part.dtype == target.dtype
         # Greatest stride first, without sides of one element.
         sides = sorted(
-            (-source, size, there)
-            for source, size, there in zip(
+            (-source, size, target_stride)
+            for source, size, target_stride in zip(
                 part.stride(), part.shape, target.stride(), strict=False
             )
             if size > 1
         )
-        sides = [(-source, size, there) for source, size, there in sides]
-        if known is None or not fits or not _nested(sides):
+        sides = [(-source, s, target_stride) for source, s, target_stride in sides]
+        if parameter is None or not fits or not _nested(sides):
             self.unclear.add(number)
             return
-        name, whole = known
+        name, tensor = parameter
         route = CopyRoute(
             target=name,
-            layout=_layout(whole),
+            layout=_layout(tensor),
             source=(part.data_ptr() - given.data_ptr()) // given.element_size(),
             offset=int(target.storage_offset()),
             size=tuple(size for _, size, _ in sides),
             source_stride=tuple(source for source, _, _ in sides),
-            target_stride=tuple(there for _, _, there in sides),
+            target_stride=tuple(target_stride for _, _, target_stride in sides),
         )
         self.routes.setdefault(number, []).append(route)
 
 
 def _nested(sides: list[tuple[int, int, int]]) -> bool:
-    """Whether an element's coordinates follow from its place."""
+    """Returns whether an element's position determines its coordinates."""
     inner = 0
     for source, size, _ in reversed(sides):
         if source <= inner:
@@ -412,13 +414,13 @@ def _halves(token: str) -> list[int]:
 
 
 def _signed(values: torch.Tensor) -> torch.Tensor:
-    """Returns differences that were made small: 0, -1, 1, -2, ... are 0, 1, 2, 3."""
+    """Decodes zigzag-encoded integers."""
     shifted = (values >> 1) & torch.iinfo(values.dtype).max
     return shifted ^ -(values & 1)
 
 
 def fingerprint(model: Any) -> list[int]:
-    """Returns a sum of the bits of each parameter, which tells of every change."""
+    """Returns a bit sum of each parameter, which detects changes."""
     sums = []
     for parameter in model.parameters():
         value = parameter.data
@@ -427,7 +429,7 @@ def fingerprint(model: Any) -> list[int]:
             flat = flat.clone()
         end = len(flat) // 8 * 8
         sums.append(flat[:end].view(torch.int64).sum() + flat[end:].sum())
-    return [int(each) for each in torch.stack(sums).tolist()]
+    return [int(total) for total in torch.stack(sums).tolist()]
 
 
 def read_gaps(gaps: torch.Tensor, size: int) -> torch.Tensor:
@@ -463,7 +465,7 @@ def _decompress(body: bytes, codec: str) -> bytes:
 
 
 def _find_group() -> Any:
-    """Returns the ranks that share the model; None for one."""
+    """Returns the group of ranks that share the model; None for a single rank."""
     try:
         group = importlib.import_module("sglang.srt.distributed").get_tp_group()
     except (ImportError, AssertionError):

@@ -1,18 +1,17 @@
-"""Loads weights into a model that SGLang serves, by copies that are known beforehand.
+"""Loads weights into a served model by copies that were traced once.
 
 A module for ``--custom-weight-loader torchrl_sglang_loader.load``. It runs in the
 schedulers of a server, whose Python does not have ``torchrl_sglang``, so the file
 stands alone; its folder is on the server's ``PYTHONPATH``.
 
 The model's own ``load_weights`` runs once on tensors without memory, while a dispatch
-mode records which part of which tensor it copies to which part of which parameter, and
-keeps it from copying. Each rank so knows its own parts. Later updates make these copies
-and nothing else. What cannot be recorded, such as a loader that computes, is loaded by
-``load_weights`` as ever.
+mode records its copies between tensor views and parameter views, and suppresses them.
+So each rank finds its own shard. Later updates repeat only these copies. A loader that
+cannot be traced, because it computes, still runs ``load_weights`` for every update.
 
 A request holds one entry: a JSON text in the place of a name, and a tensor of bytes. An
-exception here would end the server, so errors are kept, and answered to the question
-``/get_weights_by_name`` with a name that begins with :data:`QUESTION`.
+exception here would end the server, so errors are stored, and reported by
+``/get_weights_by_name`` under a name with the prefix :data:`QUESTION`.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 logger = logging.getLogger(__name__)
 
 QUESTION = "torchrl_sglang_loader"
-"""Beginning of the names that are questions to this module, not parameters."""
+"""Prefix of names that query this module, not parameters."""
 
 LARGE_BYTES = 8 << 20
 """Smaller runs of memory are copied by one kernel for many, at 0.63 of the speed of a
 copy, whose start takes 6 µs."""
 
 GUARD_SECONDS = 0.5
-"""Interval between looks at broadcasts that have not ended."""
+"""Interval between checks of pending broadcasts."""
 
 aten = torch.ops.aten
 
 Spec = tuple[str, str, tuple[int, ...]]
-"""Name, type and shape of a tensor that ``load_weights`` takes."""
+"""Name, type and shape of a tensor for ``load_weights``."""
 
 
 class UntraceableError(Exception):
@@ -71,8 +70,8 @@ class Destination:
 
     def is_valid(self) -> bool:
         """Returns whether the module still has it, at the same address."""
-        same = self.table.get(self.name) is self.tensor
-        return same and self.tensor.data_ptr() == self.address
+        is_current = self.table.get(self.name) is self.tensor
+        return is_current and self.tensor.data_ptr() == self.address
 
 
 @dataclass(slots=True)
@@ -82,15 +81,15 @@ class CopyStep:
     place: Destination
     """The parameter."""
     target: torch.Tensor
-    """View of the part that is written."""
+    """View of the written part."""
     size: tuple[int, ...] = ()
-    """Shape of the part of the sent tensor that is read."""
+    """Shape of the source part in the sent tensor."""
     stride: tuple[int, ...] = ()
     """Its strides."""
     offset: int = 0
     """Position of its first value."""
     fill: float | None = None
-    """The value, where nothing is read."""
+    """The value, for a constant fill."""
 
     @property
     def is_run(self) -> bool:
@@ -107,7 +106,7 @@ class CopyStep:
         return replace(self, target=self.target.as_strided(size, (1,)), size=size)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the part that is read of a contiguous tensor."""
+        """Returns the source part of a contiguous tensor."""
         offset = tensor.storage_offset() + self.offset
         return torch.as_strided(tensor, self.size, self.stride, offset)
 
@@ -128,7 +127,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.plans: dict[str, Plan] = {}
 
     def probe(self, spec: Spec) -> torch.Tensor:
-        """Returns the probe that stands for a tensor."""
+        """Returns the probe in the place of a tensor."""
         name, dtype, shape = spec
         probe = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
         self._kept.append(probe)
@@ -148,13 +147,13 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.fill_.Scalar:
             return self._fill(args[0], float(args[1]))
         if func in (aten.clone.default, aten._to_copy.default):
-            # It has the probe's values: elsewhere, or in another order in memory.
-            same = kwargs.get("dtype") in (None, args[0].dtype)
-            if same and self._name_of(args[0]) is not None:
+            # It has the probe's values, on another device or in another memory order.
+            keeps_dtype = kwargs.get("dtype") in (None, args[0].dtype)
+            if keeps_dtype and self._name_of(args[0]) is not None:
                 return args[0]
         inputs = [*args, *kwargs.values()]
-        nested = [x for each in inputs if isinstance(each, (list, tuple)) for x in each]
-        reads = any(isinstance(each, torch.Tensor) for each in (*inputs, *nested))
+        nested = [x for v in inputs if isinstance(v, (list, tuple)) for x in v]
+        reads = any(isinstance(value, torch.Tensor) for value in (*inputs, *nested))
         if reads and not _is_view(func):
             raise UntraceableError(f"it calls {func} while it loads {self._current}")
         return func(*args, **kwargs)
@@ -208,7 +207,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UntraceableError(f"it writes twice to what it loads {name} into")
         self._written.add(key)
         if step.fill is None and target.is_contiguous():
-            # One run of memory is copied fastest.
+            # One contiguous copy is fastest.
             packed = torch.empty(step.size, device="meta").stride()
             if step.stride == packed:
                 step.target = target.view(-1)
@@ -219,7 +218,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_view(func: Any) -> bool:
     """Returns whether an operator only returns views."""
     returns = func._schema.returns
-    aliases = [each.alias_info for each in returns]
+    aliases = [value.alias_info for value in returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
 
 
@@ -238,10 +237,10 @@ def find_places(model: torch.nn.Module) -> dict[int, Destination]:
 
 
 def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
-    """Returns, by name, the copies that ``load_weights`` makes of each tensor.
+    """Traces ``load_weights``; returns the copies of each tensor by name.
 
-    It changes no parameter. Raises :class:`UntraceableError`, or what ``load_weights``
-    raises.
+    It changes no parameter. Raises :class:`UntraceableError`, or an error of
+    ``load_weights``.
     """
     places = find_places(model)
     recorder = CopyRecorder(places)
@@ -258,10 +257,10 @@ def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
 
 @dataclass(slots=True)
 class OpenMemory:
-    """Memory of a sender that stays open."""
+    """Open memory of a sender."""
 
     number: int
-    """Number that the sender has given it."""
+    """Sender-assigned id of this memory."""
     pid: int
     """The sender's process."""
     copies: Copies
@@ -270,7 +269,7 @@ class OpenMemory:
 
 @dataclass(slots=True, eq=False)
 class LoaderState:
-    """What is known of one model."""
+    """Loader state of one model."""
 
     plans: dict[Spec, Plan] = field(default_factory=dict)
     """Copies of the tensors that were traced."""
@@ -279,17 +278,17 @@ class LoaderState:
     )
     """Copies from runs of bytes, by the tensors that these hold."""
     places: dict[int, Destination] = field(default_factory=dict)
-    """The parameters that they write to, by the identity of each."""
+    """Target parameters, by identity."""
     untraced: str = ""
-    """Why ``load_weights`` cannot be traced; empty while it can."""
+    """Reason why ``load_weights`` cannot be traced; empty while it can."""
     update: int = 0
     """Number of the latest update."""
     requests: int = 0
-    """Requests of it that were done."""
+    """Number of its finished requests."""
     error: str = ""
-    """Why one of them failed."""
+    """Error of a failed request."""
     kept: OpenMemory | None = None
-    """Memory that the sender has shared."""
+    """Open memory of the sender."""
 
     def answer(self, question: str) -> list[float]:
         """Returns numbers: of the update, of its requests, whether it has failed,
@@ -312,7 +311,7 @@ _STATES: weakref.WeakKeyDictionary[Any, LoaderState] = weakref.WeakKeyDictionary
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Does what one request says; SGLang calls it in each rank."""
+    """Executes one request; SGLang calls it in each rank."""
     state = _STATES.get(model)
     if state is None:
         state = _STATES[model] = LoaderState()
@@ -355,21 +354,23 @@ def _all_ranks(fine: bool) -> bool:
 
 
 def _take_questions(model: Any, state: LoaderState) -> None:
-    """Has the model answer questions to this module beside those for parameters."""
-    own: Callable[..., Any] | None = getattr(model, "get_weights_by_name", None)
+    """Makes the model answer queries of this module beside those for parameters."""
+    get_parameter: Callable[..., Any] | None = getattr(
+        model, "get_weights_by_name", None
+    )
 
     def get_weights_by_name(name: str, *args: Any, **kwargs: Any) -> Any:
         if name.startswith(QUESTION):
             return state.answer(name.removeprefix(QUESTION).strip("/"))
-        if own is None:
+        if get_parameter is None:
             raise AttributeError("This model does not tell its parameters by name.")
-        return own(name, *args, **kwargs)
+        return get_parameter(name, *args, **kwargs)
 
     model.get_weights_by_name = get_weights_by_name
 
 
 def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
-    """Traces tensors that are not known yet; returns whether all have a plan."""
+    """Traces new tensors; returns whether all have a plan."""
     if state.untraced:
         return False
     plans = state.plans
@@ -381,7 +382,7 @@ def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
     missing = [spec for spec in specs if spec not in plans]
     if missing:
         try:
-            found = trace(model, missing)
+            traced = trace(model, missing)
         except Exception as error:  # noqa: BLE001 - Loaders raise anything.
             state.untraced = f"{type(error).__name__}: {error}"[:1000]
             logger.warning(
@@ -391,8 +392,8 @@ def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
             )
             plans.clear()
             return False
-        plans.update((spec, found[spec[0]]) for spec in missing)
-        places = (step.place for plan in found.values() for step in plan)
+        plans.update((spec, traced[spec[0]]) for spec in missing)
+        places = (step.place for plan in traced.values() for step in plan)
         state.places.update((id(place.tensor), place) for place in places)
     return True
 
@@ -412,7 +413,7 @@ def _apply(
     specs: Sequence[Spec],
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Loads tensors, by their plans if there are any."""
+    """Loads tensors, by their plans if they have any."""
     if _prepare(model, state, specs):
         make_copies(_pairs(state, specs, tensors)).run()
     else:
@@ -505,7 +506,7 @@ def _specs(order: Any) -> list[Spec]:
 
 
 def _views(flat: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
-    """Returns the tensors that lie one after the other in a run of bytes."""
+    """Returns views of consecutive tensors in a flat byte tensor."""
     views, start = [], 0
     for _, name, shape in specs:
         dtype = getattr(torch, name)
@@ -546,11 +547,11 @@ def _bucket(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -
 
 
 def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
-    """Opens memory of the sender, loads from it, and keeps it open if it may."""
+    """Opens memory of the sender, loads from it, and keeps it open if possible."""
     specs = _specs(order)
     # Another memory may have its handles by now.
     state.kept = None
-    tensors = [_rebuild(*each) for each in order["handles"]]
+    tensors = [_rebuild(*handle) for handle in order["handles"]]
     if order["apart"]:
         _prepare(model, state, specs)
         for spec, tensor in zip(specs, tensors, strict=True):
@@ -563,10 +564,10 @@ def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> 
 
 
 def _again(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
-    """Loads from memory that is open already."""
-    kept = state.kept
+    """Loads from memory that is already open."""
+    memory = state.kept
     valid = all(place.is_valid() for place in state.places.values())
-    if kept is None or kept.number != order["memory"] or not valid:
+    if memory is None or memory.number != order["memory"] or not valid:
         raise LookupError("the sender's memory is not open here any more")
     kept.copies.run()
 
@@ -586,7 +587,7 @@ def _rebuild(
 ) -> torch.Tensor:
     """Opens a tensor in the sender's memory."""
     count = torch.cuda.device_count()
-    found = (
+    devices = (
         index
         for index in range(count)
         if str(torch.cuda.get_device_properties(index).uuid) == device
@@ -598,7 +599,7 @@ def _rebuild(
         offset,
         torch.UntypedStorage,
         getattr(torch, dtype),
-        next(found),
+        next(devices),
         bytes.fromhex(handle),
         num_bytes,
         offset_bytes,
@@ -612,7 +613,7 @@ def _rebuild(
 
 
 def process_start(pid: int) -> str | None:
-    """Returns when a process of this machine began, as the kernel counts.
+    """Returns the start time of a process on this machine, in the kernel's clock.
 
     ``None``: there is none, or it has ended and its parent has not noticed yet.
     """
@@ -625,16 +626,16 @@ def process_start(pid: int) -> str | None:
 
 
 _WATCHED: set[int] = set()
-"""Senders whose end is waited for."""
+"""Senders with a watch for their end."""
 
 
 def _watch(pid: int, began: str | None) -> bool:
-    """Closes a sender's memory when its process ends; returns whether it can be told.
+    """Closes a sender's memory when its process ends; returns whether it can.
 
     Memory that is open here is not freed when the sender ends.
     """
     if began is None or process_start(pid) != began:
-        # Of another container, whose numbers are its own.
+        # A process of another container, which numbers its own.
         return False
     if pid in _WATCHED:
         return True
@@ -659,26 +660,28 @@ def _watch(pid: int, began: str | None) -> bool:
 def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Receives buckets of tensors by broadcasts.
 
-    From NCCL they are only queued on the device when this returns.
+    NCCL broadcasts are only queued on the device at the return.
     """
     group, device = _find_group(order["group"]), content.device
-    _prepare(model, state, [spec for each in order["buckets"] for spec in _specs(each)])
-    last = None
+    _prepare(
+        model, state, [spec for bucket in order["buckets"] for spec in _specs(bucket)]
+    )
+    latest = None
     try:
         for bucket in order["buckets"]:
-            last = _receive_bucket(model, state, bucket, group, device)
+            latest = _receive_bucket(model, state, bucket, group, device)
     finally:
-        if device.type == "cuda" and last is not None:
-            # They end one after the other, and a work may hold what it receives.
-            _guard(order["group"], last, order)
+        if device.type == "cuda" and latest is not None:
+            # Works end in order, and keep their buffers alive.
+            _guard(order["group"], latest, order)
 
 
 def _receive_bucket(
     model: Any, state: LoaderState, bucket: Any, group: Any, device: torch.device
 ) -> Any:
-    """Receives tensors, into parameters where these take them whole.
+    """Receives tensors, directly into parameters if whole.
 
-    Returns the last of its broadcasts.
+    Returns its last broadcast.
     """
     specs = _specs(bucket)
     if bucket["flat"]:
@@ -699,34 +702,35 @@ def _receive_bucket(
     together = bucket["together"]
     with _GroupedBroadcasts(group, device) if together else nullcontext([]) as works:
         started = [
-            dist.broadcast(each, src=0, group=group, async_op=True) for each in received
+            dist.broadcast(tensor, src=0, group=group, async_op=True)
+            for tensor in received
         ]
-    begun = works if together else started
-    for work in begun:
+    pending = works if together else started
+    for work in pending:
         work.wait()
-    left = [index for index, into in enumerate(direct) if into is None]
-    if left:
-        some = [specs[index] for index in left]
-        _apply(model, state, some, [received[index] for index in left])
-    return begun[-1]
+    indirect = [index for index, into in enumerate(direct) if into is None]
+    if indirect:
+        some = [specs[index] for index in indirect]
+        _apply(model, state, some, [received[index] for index in indirect])
+    return pending[-1]
 
 
 def _guard(name: str, last: Any, order: Any) -> None:
-    """Ends broadcasts whose sender has ended, or that take longer than they may.
+    """Ends broadcasts after the end of their sender, or a timeout.
 
-    They would keep the device busy for ever.
+    Otherwise they keep the device busy forever.
     """
     deadline = time.monotonic() + order["timeout"]
-    began = order["began"]
-    # A sender in another container, or on another machine, has other numbers.
-    near = began is not None and process_start(order["pid"]) == began
+    start = order["began"]
+    # A sender in another container, or on another machine, has other process ids.
+    is_local = start is not None and process_start(order["pid"]) == start
 
     def wait() -> None:
         while not last.is_completed():
-            ended = near and process_start(order["pid"]) != began
-            if ended or time.monotonic() > deadline:
-                why = "its sender has ended" if ended else "it takes too long"
-                logger.error("A weight update is abandoned: %s.", why)
+            has_ended = is_local and process_start(order["pid"]) != start
+            if has_ended or time.monotonic() > deadline:
+                reason = "its sender has ended" if has_ended else "it takes too long"
+                logger.error("A weight update is abandoned: %s.", reason)
                 _abandon(name)
                 return
             time.sleep(GUARD_SECONDS)
@@ -735,7 +739,7 @@ def _guard(name: str, last: Any, order: Any) -> None:
 
 
 def _abandon(name: str) -> None:
-    """Ends the broadcasts of a group of NCCL, which wait on the device."""
+    """Ends the broadcasts of an NCCL group, which wait on the device."""
     try:
         backend = _find_group(name)._get_backend(torch.device("cuda"))
     except (LookupError, RuntimeError):
@@ -745,19 +749,19 @@ def _abandon(name: str) -> None:
 
 
 def _whole(spec: Spec, plan: Plan) -> torch.Tensor | None:
-    """Returns where in a parameter all of a tensor goes, as it is, if it does."""
+    """Returns the part of a parameter that takes a whole tensor unchanged, if any."""
     if len(plan) != 1 or plan[0].fill is not None:
         return None
     step = plan[0]
     count = 1
     for size in spec[2]:
         count *= size
-    whole = step.size == (count,) and step.stride == (1,) and step.offset == 0
-    return step.target if whole and str(step.target.dtype)[6:] == spec[1] else None
+    is_whole = step.size == (count,) and step.stride == (1,) and step.offset == 0
+    return step.target if is_whole and str(step.target.dtype)[6:] == spec[1] else None
 
 
 class _GroupedBroadcasts:
-    """Starts all broadcasts of a block as one operation of NCCL."""
+    """Starts all broadcasts of a block as one NCCL group."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device
@@ -772,9 +776,9 @@ class _GroupedBroadcasts:
 
 
 def _find_group(name: str) -> Any:
-    """Returns the process group that the server has joined under a name."""
-    for group, known in dist.distributed_c10d._world.pg_names.items():
-        if known == name:
+    """Returns the server's process group with a name."""
+    for group, group_name in dist.distributed_c10d._world.pg_names.items():
+        if group_name == name:
             return group
     raise LookupError(f"the server has not joined the process group {name}")
 
@@ -785,4 +789,4 @@ ACTIONS: dict[str, Callable[[Any, LoaderState, Any, torch.Tensor], None]] = {
     "again": _again,
     "receive": _receive,
 }
-"""What a request can ask for."""
+"""Actions of requests."""
