@@ -1,8 +1,8 @@
-"""Advantages of responses compared with the others of their group.
+"""Group-relative advantages of responses.
 
-A row of :data:`ADVANTAGES` is a pure function of the returns of groups. Batches are
-those of this package's collectors: whole groups, the turns of a conversation and the
-conversations of a group one after the other.
+A row of :data:`ADVANTAGES` is a pure function of the returns of groups. Batches come
+from this package's collectors: whole groups, in which the turns of a conversation and
+the conversations of a group are consecutive.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def centered(returns: Tensor) -> Tensor:
 
 
 def leave_one_out(returns: Tensor) -> Tensor:
-    r"""RLOO: :math:`R_i` less the mean of the *others*.
+    r"""RLOO: :math:`R_i` minus the mean of the *other* returns.
 
     Back to Basics, https://arxiv.org/abs/2402.14740.
 
@@ -83,7 +83,7 @@ ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def row_rewards(rows: TensorDictBase) -> Tensor:
-    """Returns the sum of each row's rewards ``(B,)``: of one, or one for each token."""
+    """Returns each row's total ``(B,)`` of a single reward or of token rewards."""
     return torch.stack([row[REWARD].double().sum() for row in rows.unbind(0)])
 
 
@@ -93,7 +93,7 @@ def conversation_returns(
     """Returns the return of each whole conversation, and the conversation of each row.
 
     Args:
-        rows: the turns of a conversation one after the other.
+        rows: rows in which the turns of a conversation are consecutive.
         trajectory_return: as for :class:`GroupAdvantage`.
 
     Returns:
@@ -112,23 +112,23 @@ def conversation_returns(
 class GroupAdvantage:
     """Adds ``"advantage"`` to a batch of whole groups, float32 of shape ``(B, 1, 1)``.
 
-    All turns of a conversation have its advantage. Computed in float64, so that the
+    All turns of a conversation share its advantage. Computed in float64, so that the
     advantage of equal rewards is zero. It keeps no state: unlike TorchRL's
-    ``MCAdvantage`` it needs no prompt to find a group by, and a batch of whole groups.
+    ``MCAdvantage`` it needs whole groups, and no prompt as a key of the group.
 
     Args:
-        group_size: conversations of a group; at least 2.
-        kind: one of :data:`ADVANTAGES`, or a function of the same kind. Defaults to
-            ``"standardized"``.
+        group_size: conversations per group; at least 2.
+        kind: a name of :data:`ADVANTAGES`, or a function of the same signature.
+            Defaults to ``"standardized"``.
         trajectory_return: ``"sum"`` adds the rewards of a conversation's turns up;
             ``"mean"`` is for agents, each of whose rows has the whole reward. Defaults
             to ``"sum"``.
 
     Raises:
-        ConfigurationError: if an argument is none of these, or, when called, a batch
-            does not consist of whole groups.
+        ConfigurationError: if an argument is invalid, or, when called, a batch does not
+            consist of whole groups.
         NotFiniteError: when called, if a function makes NaN or infinite advantages of
-            finite returns. Those of returns that are not finite are left to the loss.
+            finite returns. The loss handles returns that are not finite.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -152,8 +152,8 @@ class GroupAdvantage:
     ) -> None:
         check_count("group_size", group_size, least=2)
         if not callable(kind) and kind not in ADVANTAGES:
-            near = nearest(str(kind), ADVANTAGES)
-            hint = "" if near is None else f" Did you mean {near!r}?"
+            guess = nearest(str(kind), ADVANTAGES)
+            hint = "" if guess is None else f" Did you mean {guess!r}?"
             raise ConfigurationError(
                 f"advantage={kind!r} is not one of {', '.join(ADVANTAGES)}, nor a "
                 f"function of returns.{hint}"
@@ -168,7 +168,7 @@ class GroupAdvantage:
         self._trajectory_return = trajectory_return
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
-        """Returns the batch with advantages; the batch itself is changed."""
+        """Adds advantages to the batch in place, and returns it."""
         returns, conversation = conversation_returns(batch, self._trajectory_return)
         if returns.numel() % self.group_size or not batch[DONE].flatten()[-1]:
             raise ConfigurationError(
@@ -177,22 +177,22 @@ class GroupAdvantage:
                 f"collector the same group_size."
             )
         returns = returns.view(-1, self.group_size)
-        found = self._compute(returns)
-        if not isinstance(found, Tensor) or found.shape != returns.shape:
+        advantages = self._compute(returns)
+        if not isinstance(advantages, Tensor) or advantages.shape != returns.shape:
             raise ConfigurationError(
                 f"The advantage function was given returns of shape "
-                f"{tuple(returns.shape)} and returned {found!r:.200}; it must return "
-                f"a tensor of the same shape."
+                f"{tuple(returns.shape)} and returned {advantages!r:.200}; it must "
+                f"return a tensor of the same shape."
             )
-        found = found.float()
-        wrong = ~found.isfinite().all(-1)
+        advantages = advantages.float()
+        wrong = ~advantages.isfinite().all(-1)
         if wrong.any() and returns.isfinite().all():
             group = int(wrong.nonzero()[0])
             raise NotFiniteError(
-                f"The advantage function returned {found[group].tolist()} for the "
+                f"The advantage function returned {advantages[group].tolist()} for the "
                 f"returns {returns[group].tolist()} of a group; it must return finite "
                 f"numbers, also where all returns are equal: add a small number to a "
                 f"deviation that it divides by."
             )
-        of_rows = found.flatten()[conversation]
+        of_rows = advantages.flatten()[conversation]
         return batch.set("advantage", of_rows.view(-1, 1, 1))

@@ -1,9 +1,8 @@
 """Attention among the tokens of each sequence of a row, without a mask.
 
 A mask of all tokens by all tokens of a row takes time and memory by the square of the
-row's length, although nearly all of it is empty. Here each sequence is computed alone:
-by PyTorch's kernel for sequences of different lengths where there is one, and otherwise
-one after the other.
+row's length, although it is nearly empty. Here each sequence is computed alone: by
+PyTorch's variable-length kernel if available, and otherwise in a loop.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from torchrl_sglang.errors import ConfigurationError
 
 PACKED = "torchrl_sglang_packed"
-"""Its name in transformers: ``model.config._attn_implementation``."""
+"""Name in transformers: ``model.config._attn_implementation``."""
 
 _LARGEST_HEAD = 256
-"""Dimension of a head that FlashAttention's kernels take at most."""
+"""Largest head dimension of FlashAttention's kernels."""
 
 
 def no_mask(device: torch.device) -> Tensor:
-    """Returns what a model takes for a mask that is made already, and hands on."""
+    """Returns a placeholder of a precomputed mask, which a model passes on."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
@@ -48,7 +47,7 @@ def packed_attention(
     max_length_q: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each sequence, as transformers calls it.
+    """Computes causal attention within each sequence, with transformers' signature.
 
     Without ``cu_seq_lens_q`` it is PyTorch's ``scaled_dot_product_attention``, with the
     mask.
@@ -60,11 +59,11 @@ def packed_attention(
         key: of the same tokens.
         value: of the same tokens.
         attention_mask: for rows that are not packed.
-        dropout: share of weights that are left out.
-        scaling: of the products. Defaults to that of ``scaled_dot_product_attention``.
-        sliding_window: tokens that one sees at most, with itself. Defaults to all.
-        cu_seq_lens_q: where sequences begin and end in the row, ``(sequences + 1,)``.
-        max_length_q: length of the longest one.
+        dropout: share of attention weights to drop.
+        scaling: factor of the products. Defaults to PyTorch's.
+        sliding_window: visible tokens, the token itself included. Defaults to all.
+        cu_seq_lens_q: boundaries of the sequences in the row, ``(sequences + 1,)``.
+        max_length_q: length of the longest sequence.
         **kwargs: as for ``scaled_dot_product_attention`` in transformers.
 
     Returns:
@@ -77,7 +76,7 @@ def packed_attention(
                 f"begin, because its model does not hand cu_seq_lens_q on; give "
                 f"packing=False."
             )
-        found: tuple[Tensor, None] = sdpa_attention_forward(
+        attended: tuple[Tensor, None] = sdpa_attention_forward(
             module,
             query,
             key,
@@ -87,23 +86,25 @@ def packed_attention(
             scaling=scaling,
             **kwargs,
         )
-        return found
+        return attended
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (each.to(dtype) for each in (query, key, value))
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     kernel = None if dropout else _kernel()
     if kernel is None or not _takes(query, value):
         lengths = cu_seq_lens_q.diff().tolist()
-        split = [torch.split(each, lengths, 2) for each in (query, key, value)]
+        split = [torch.split(x, lengths, 2) for x in (query, key, value)]
         alone = [
             _attend(q, k, v, dropout, scaling, sliding_window)
             for q, k, v in zip(*split, strict=True)
         ]
         return torch.cat(alone, 2).transpose(1, 2).contiguous(), None
     window = -1 if sliding_window is None else sliding_window - 1
-    rows = [each[0].transpose(0, 1) for each in (query, key, value)]
-    bounds, most = cu_seq_lens_q, max_length_q
-    output = kernel(*rows, bounds, bounds, most, most, scale=scaling, window=window)
+    rows = [x[0].transpose(0, 1) for x in (query, key, value)]
+    bounds, longest = cu_seq_lens_q, max_length_q
+    output = kernel(
+        *rows, bounds, bounds, longest, longest, scale=scaling, window=window
+    )
     return output.unsqueeze(0), None
 
 
@@ -133,7 +134,7 @@ def _attend(
 
 
 def _takes(query: Tensor, value: Tensor) -> bool:
-    """Whether the kernel is for such tensors."""
+    """Returns whether the kernel supports these tensors."""
     return (
         query.is_cuda
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -144,13 +145,13 @@ def _takes(query: Tensor, value: Tensor) -> bool:
 
 @cache
 def _kernel() -> Callable[..., Tensor] | None:
-    """Returns PyTorch's attention of sequences of different lengths, if it has it."""
+    """Returns PyTorch's variable-length attention, if available."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    known = signature(varlen_attn).parameters
-    if not {"scale", "window_size"} <= known.keys():
+    parameters = signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= parameters.keys():
         return None
 
     def attend(
@@ -163,7 +164,7 @@ def _kernel() -> Callable[..., Tensor] | None:
     ) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "window_size": (window, 0)}
         times = query.shape[1] // key.shape[1]
-        if times > 1 and "enable_gqa" in known:
+        if times > 1 and "enable_gqa" in parameters:
             options["enable_gqa"] = True
         elif times > 1:
             key, value = (e.repeat_interleave(times, 1) for e in (key, value))

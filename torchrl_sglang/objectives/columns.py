@@ -22,7 +22,7 @@ ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 POLICY_VERSIONS = "token_policy_version"
 """Policy version of each token of the response, as collectors count weight updates: -1
-where a token is not the policy's."""
+for tokens that the policy did not write."""
 
 
 def read(batch: TensorDictBase, key: NestedKey, padding_value: Any) -> Tensor | None:
@@ -55,12 +55,12 @@ def rows_of(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
     if not isinstance(batch, LazyStackedTensorDict) and key not in batch.keys(True):
         return None
     rows = batch.unbind(0) if batch.batch_dims else (batch,)
-    found = [row.get(key, None) for row in rows]
-    return None if any(each is None for each in found) else found
+    columns = [row.get(key, None) for row in rows]
+    return None if any(column is None for column in columns) else columns
 
 
 def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
-    """Returns the tokens that a loss with a masking strategy is about, ``(B, T)``.
+    """Returns the tokens in a loss with a masking strategy, ``(B, T)``.
 
     Args:
         batch: the batch.
@@ -69,8 +69,8 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
         width: ``T``.
     """
     prompt = row_lengths(batch, PROMPT) if strategy == "sft" else None
-    whole = strategy == "generic" or prompt is not None
-    key = ATTENTION_MASK if whole else ASSISTANT_MASK
+    needs_attention_mask = strategy == "generic" or prompt is not None
+    key = ATTENTION_MASK if needs_attention_mask else ASSISTANT_MASK
     mask = read(batch, key, padding_value=False)
     if mask is None:
         raise ConfigurationError(
@@ -87,10 +87,10 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
 
 
 def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
-    """Returns the tokens of the loss that the policy wrote and nobody has masked.
+    """Returns the loss tokens that the policy wrote and that are not masked.
 
     Args:
-        batch: the batch; without assistant mask, all tokens of the loss are.
+        batch: the batch; without assistant mask, all loss tokens count.
         mask: ``(B, T)``, the tokens of the loss.
     """
     written = read(batch, ASSISTANT_MASK, padding_value=False)
@@ -106,12 +106,12 @@ def row_lengths(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> Tensor:
-    """Returns the advantage of each token, from one per sequence or per token.
+    """Returns each token's advantage, from per-sequence or per-token advantages.
 
     Args:
         batch: the batch.
-        key: of the advantage: ``(B, 1, 1)`` or ``(B, T, 1)``, as TorchRL's losses take
-            it, or without the last dimensions.
+        key: key of the advantage: ``(B, 1, 1)`` or ``(B, T, 1)``, as in TorchRL's
+            losses, or without the last dimensions.
         shape: ``(B, T)``.
     """
     value = read(batch, key, padding_value=0.0)
@@ -136,11 +136,11 @@ def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
 
     Args:
         key: of the column, for the message.
-        values: ``(B, T)``, or ``(B, 1)`` for one per sequence.
+        values: ``(B, T)``, or ``(B, 1)`` for per-sequence values.
         mask: ``(B, T)``, the tokens of the loss.
 
     Raises:
-        NotFiniteError: naming the column and the rows.
+        NotFiniteError: with the column and the rows.
     """
     wrong = mask & ~values.isfinite()
     if not wrong.any():
@@ -159,8 +159,8 @@ def read_versions(
 ) -> Tensor | None:
     """Returns the version of each token, -1 where unknown; None if missing.
 
-    The column has one version for each token of the response, which is the end of the
-    sequence, or one for the sequence.
+    The column has versions of the response's tokens, at the end of the sequence, or a
+    single version for the sequence.
 
     Args:
         batch: the batch.
@@ -200,9 +200,9 @@ def write_rows(batch: TensorDictBase, key: NestedKey, values: Tensor) -> None:
 
 
 def _is_ragged(batch: TensorDictBase, key: NestedKey) -> bool:
-    """Whether a lazy stack, or one in the batch, has rows of different lengths."""
+    """Returns whether a lazy stack, or its batch, has rows of different lengths."""
     try:
         return not isinstance(batch.get(key), Tensor)
     except RuntimeError:
-        # TensorDict's: they cannot be stacked.
+        # TensorDict's error: they cannot be stacked.
         return True

@@ -24,7 +24,7 @@ REJECTIONS = (
     "seq_max_k2",
     "seq_max_k3",
 )
-"""Values of ``rollout_rs``: what is aggregated how, and the estimator."""
+"""Values of ``rollout_rs``: scope of the aggregation and estimator."""
 
 Threshold = str | float | tuple[float, float]
 
@@ -34,7 +34,7 @@ class Rejection:
     """One criterion of rejection sampling."""
 
     name: str
-    """verl's name, one of :data:`REJECTIONS`."""
+    """verl's name, from :data:`REJECTIONS`."""
     bounds: tuple[float, float]
     """Bounds of the ratio for k1, of the divergence otherwise."""
 
@@ -53,35 +53,35 @@ class Rejection:
 class RolloutCorrectionConfig:
     """Methods of off-policy correction, by verl's names.
 
-    Three policies take part: the one that sampled the tokens (rollout), the one that
-    the training step begins with (old, or proximal), and the one in training. In
+    Three policies take part: the policy that sampled the tokens (rollout), the policy
+    at the begin of the training step (old, or proximal), and the policy in training. In
     decoupled mode the loss clips the ratio of the last two and the first gap is
     corrected by weights and masks. In bypass mode the old policy is the rollout policy.
 
     :class:`.OffPolicyCorrection` applies a configuration. The class methods are verl's
-    presets: a name of one of them can be given instead of a configuration.
+    presets: a preset's name can be given instead of a configuration.
 
     Args:
         rollout_is: level of the importance weights: ``"token"``, ``"sequence"`` or
             None for no weights. Defaults to ``"sequence"``, as in verl.
-        rollout_is_threshold: a number is the largest weight (TIS); two, as a tuple or
-            as ``"0.5_5.0"``, are the range outside of which weights are zero (IcePop).
-            Defaults to 2.0.
+        rollout_is_threshold: a number is the largest weight (TIS); a pair, as a tuple
+            or as ``"0.5_5.0"``, is the range outside of which weights are zero
+            (IcePop). Defaults to 2.0.
         rollout_is_batch_normalize: whether weights are divided by their mean over the
             batch. Defaults to False.
-        rollout_rs: criteria of rejection sampling, with commas between them: each is
-            ``token``, ``seq_sum``, ``seq_mean`` or ``seq_max``, and ``_k1``, ``_k2`` or
-            ``_k3``; there is no ``seq_max_k1``. Defaults to None.
-        rollout_rs_threshold: for each criterion, with commas between them, or for all:
-            the range of the ratio for k1, as ``"0.5_2.0"`` or the upper bound alone,
-            and the largest divergence for k2 and k3. Required with ``rollout_rs``.
+        rollout_rs: comma-separated criteria of rejection sampling: each is ``token``,
+            ``seq_sum``, ``seq_mean`` or ``seq_max``, and ``_k1``, ``_k2`` or ``_k3``;
+            there is no ``seq_max_k1``. Defaults to None.
+        rollout_rs_threshold: comma-separated, for each criterion, or for all: the range
+            of the ratio for k1, as ``"0.5_2.0"`` or the upper bound alone, and the
+            largest divergence for k2 and k3. Required with ``rollout_rs``.
         bypass_mode: whether the rollout policy is the old policy. Defaults to False.
         loss_type: in bypass mode, ``"ppo_clip"``, for which the loss's own ratio is the
             importance weight, or ``"reinforce"``, which applies the weights and does
             not clip. Defaults to ``"ppo_clip"``.
-        proximal: in decoupled mode, where the log-probs of the old policy come from:
+        proximal: in decoupled mode, the source of the old policy's log-probs:
             ``"recomputed"`` by the trainer before the step, or ``"interpolated"``
-            between rollout and training policy from the weight version of each token.
+            between rollout and training policy by the weight version of each token.
             Defaults to ``"recomputed"``.
         veto_threshold: drops sequences with a token whose ratio is below this, such as
             1e-4. Defaults to None.
@@ -89,14 +89,14 @@ class RolloutCorrectionConfig:
             the direction of the advantage: DPPO with the binary total variation, 0.2 in
             prime-rl; or a tuple for negative and positive advantages. The tokens stay
             in the denominator. Defaults to None.
-        max_staleness: drops tokens written by weights that are more than this many
-            versions older than the trainer's, or of unknown version. Defaults to None.
-        rejected: ``"masked"`` takes what rejection, veto and staleness drop out of the
-            loss and of its denominator, as verl does; ``"zeroed"`` leaves it in the
+        max_staleness: drops tokens whose weights are more than this many versions older
+            than the trainer's, or of unknown version. Defaults to None.
+        rejected: ``"masked"`` removes tokens of rejection, veto and staleness from the
+            loss and its denominator, as verl does; ``"zeroed"`` keeps them in the
             denominator, as AReaL and TRL do. Defaults to ``"masked"``.
 
     Raises:
-        ConfigurationError: if a value is not one of these.
+        ConfigurationError: if a value is invalid.
 
     Examples:
         >>> RolloutCorrectionConfig.decoupled_geo_rs_token_tis().rollout_rs
@@ -298,7 +298,7 @@ class RolloutCorrectionConfig:
 
     @classmethod
     def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
-        """Two policies: PPO's clipping alone, which is what TorchRL's losses do."""
+        """Two policies: PPO's clipping alone, as in TorchRL's losses."""
         return cls(rollout_is=None, bypass_mode=True)
 
     @classmethod
@@ -399,11 +399,11 @@ PRESETS: dict[str, Callable[..., RolloutCorrectionConfig]] = {
     for name, value in vars(RolloutCorrectionConfig).items()
     if isinstance(value, classmethod)
 }
-"""Name of a preset -> what makes its configuration."""
+"""Name of a preset -> constructor of its configuration."""
 
 
 def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
-    """Returns a configuration, or the one of a preset's name.
+    """Returns a configuration, or the configuration of a preset.
 
     Examples:
         >>> as_config("bypass_ppo_clip").bypass_mode
@@ -418,8 +418,8 @@ def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
     if isinstance(value, str) and value in PRESETS:
         return PRESETS[value]()
     if isinstance(value, str):
-        meant = nearest(value, PRESETS)
-        hint = f"did you mean {meant!r}?" if meant else f"presets: {sorted(PRESETS)}."
+        guess = nearest(value, PRESETS)
+        hint = f"did you mean {guess!r}?" if guess else f"presets: {sorted(PRESETS)}."
         raise ConfigurationError(f"{value!r} is not a preset of a correction; {hint}")
     raise ConfigurationError(
         f"A correction is a RolloutCorrectionConfig or the name of a preset, got "
@@ -428,7 +428,7 @@ def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value that is not one of the choices."""
+    """Refuses a value outside of the choices."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ConfigurationError(f"{name} must be one of {listed}, got {value!r}.")
@@ -443,7 +443,7 @@ def _positive(name: str, value: Any) -> float:
 
 
 def _numbers(name: str, value: Any) -> tuple[float] | tuple[float, float]:
-    """Returns one bound, or a lower and an upper one, from a number or verl's text."""
+    """Returns a bound, or a lower and an upper bound, from a number or verl's text."""
     parts: list[Any] = list(value) if isinstance(value, tuple) else [value]
     if isinstance(value, str):
         try:
@@ -472,8 +472,8 @@ def _split(text: str) -> list[str]:
 def _rejection(name: str, threshold: Any) -> Rejection:
     """Returns a criterion of rejection sampling."""
     if name not in REJECTIONS:
-        meant = nearest(name, REJECTIONS)
-        hint = f"did you mean {meant!r}?" if meant else f"criteria: {REJECTIONS}."
+        guess = nearest(name, REJECTIONS)
+        hint = f"did you mean {guess!r}?" if guess else f"criteria: {REJECTIONS}."
         raise ConfigurationError(f"rollout_rs has no criterion {name!r}; {hint}")
     bounds = _numbers("rollout_rs_threshold", threshold)
     if name.endswith("k1"):

@@ -24,7 +24,7 @@ PREFIX = "rollout_corr/"
 """Prefix of verl's names of metrics."""
 
 WEIGHT_MEAN = f"{PREFIX}rollout_is_batch_norm_factor"
-"""Metric by which weights are divided with ``rollout_is_batch_normalize``."""
+"""Metric that divides weights with ``rollout_is_batch_normalize``."""
 
 NOT_SCORED = (
     "The batch has no token whose log-probs are known, although the policy wrote some, "
@@ -38,20 +38,19 @@ class Sampled:
     """A batch of sampled tokens; all tensors are ``(B, T)``."""
 
     rollout: Tensor
-    """Log-probs of the policy that sampled; NaN or infinite where unknown."""
+    """Log-probs of the rollout policy; NaN or infinite if unknown."""
     mask: Tensor
-    """bool: the tokens that the loss is about."""
+    """bool: the loss tokens."""
     advantage: Tensor
-    """Advantage of each token; the sign is read by DPPO alone."""
+    """Advantage of each token; only DPPO reads its sign."""
     train: Tensor | None = None
-    """Log-probs of the trainer's policy; NaN or infinite where unknown."""
+    """Log-probs of the trainer's policy; NaN or infinite if unknown."""
     versions: Tensor | None = None
-    """Integer: the weight version that wrote each token; negative if unknown."""
+    """Integer: the weight version of each token's policy; negative if unknown."""
     version: int | None = None
     """Version of the trainer's weights at the start of the step."""
     written: Tensor | None = None
-    """bool: the tokens that the policy wrote and that were not masked since; None if
-    these are the tokens of the loss."""
+    """bool: the unmasked tokens of the policy; None: equal to the loss tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,35 +58,37 @@ class Corrected:
     """Inputs of a loss after correction; all tensors are ``(B, T)``."""
 
     old: Tensor
-    """Log-probs of the old policy, which the loss's ratio is to."""
+    """Log-probs of the old policy, the base of the loss's ratio."""
     weights: Tensor
-    """Non-negative factor of the advantage, before it is divided by its mean."""
+    """Non-negative factor of the advantage, before the division by its mean."""
     keep: Tensor
-    """bool: the tokens that stay in the loss and in its denominator."""
+    """bool: the tokens that remain in the loss and in its denominator."""
     kept: Statistic
-    """Share of the sequences of which a token stays."""
+    """Share of the sequences with a remaining token."""
     statistics: dict[str, Statistic]
     """verl's name -> metric."""
 
     def of_all_ranks(self, ranks: LossRanks) -> Corrected:
         """Returns this rank's tokens, with the means of the batch of all ranks."""
-        kept, *found = of_all_ranks([self.kept, *self.statistics.values()], ranks)
-        named = dict(zip(self.statistics, found, strict=True))
-        return replace(self, kept=kept, statistics=named)
+        kept_share, *reduced = of_all_ranks(
+            [self.kept, *self.statistics.values()], ranks
+        )
+        named = dict(zip(self.statistics, reduced, strict=True))
+        return replace(self, kept=kept_share, statistics=named)
 
 
 def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
     """Returns the weights, the mask and the old policy of a correction.
 
-    A token whose log-prob is unknown, NaN or infinite, is not kept: no ratio can be
-    formed. TorchRL's losses mask such tokens, too.
+    Tokens with an unknown, NaN or infinite log-prob are dropped: they have no ratio.
+    TorchRL's losses mask such tokens, too.
 
     Args:
         config: the methods.
         sampled: the batch.
 
     Raises:
-        ConfigurationError: if something is missing that a method needs.
+        ConfigurationError: if an input of a method is missing.
 
     Examples:
         >>> sampled = Sampled(
@@ -101,38 +102,38 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
         (tensor([[2., 1., 0.]]), [[True, True, False]])
     """
     _check_present(config, sampled)
-    known = _known(sampled)
+    scored = _known(sampled)
     train = sampled.rollout if sampled.train is None else sampled.train
     # The trainer's log-probs may be bfloat16.
     dtype = torch.promote_types(train.dtype, sampled.rollout.dtype)
     dtype = torch.promote_types(dtype, torch.float32)
-    train = torch.where(known, train, 0).to(dtype)
-    rollout = torch.where(known, sampled.rollout, 0).to(dtype)
+    train = torch.where(scored, train, 0).to(dtype)
+    rollout = torch.where(scored, sampled.rollout, 0).to(dtype)
     old = _old_policy(config, sampled, train, rollout)
-    # In decoupled mode, an approximated old policy stands for the trainer's.
+    # In decoupled mode, an approximated old policy replaces the trainer's.
     compared = old if config.proximal == "interpolated" else train
     log_ratio = compared - rollout
-    metrics = dropped_statistics("unknown", known, sampled.mask)
+    metrics = dropped_statistics("unknown", scored, sampled.mask)
     if sampled.train is not None:
-        metrics |= mismatch_statistics(compared, rollout, known)
-    weights, found = _weights(config, log_ratio, known)
-    metrics |= found
-    keep, found = _keep(config, sampled, log_ratio, known)
-    metrics |= found
+        metrics |= mismatch_statistics(compared, rollout, scored)
+    weights, statistics = _weights(config, log_ratio, scored)
+    metrics |= statistics
+    keep, statistics = _keep(config, sampled, log_ratio, scored)
+    metrics |= statistics
     if config.dppo_bounds is not None:
         inside = formulas.binary_total_variation_mask(
-            compared, rollout, sampled.advantage, known, config.dppo_bounds
+            compared, rollout, sampled.advantage, scored, config.dppo_bounds
         )
         weights = torch.where(inside, weights, 0)
-        metrics |= dropped_statistics("dppo", inside, known)
+        metrics |= dropped_statistics("dppo", inside, scored)
     if config.rejected == "zeroed":
-        weights, keep = torch.where(keep, weights, 0), known
+        weights, keep = torch.where(keep, weights, 0), scored
     return Corrected(
         old=old,
         weights=torch.where(keep, weights, 0),
         keep=keep,
         kept=share(keep.any(-1), torch.ones_like(keep[:, 0])),
-        statistics={PREFIX + name: each for name, each in metrics.items()},
+        statistics={PREFIX + name: statistic for name, statistic in metrics.items()},
     )
 
 
@@ -141,14 +142,14 @@ def scale_advantage(
 ) -> Tensor:
     """Returns the advantage that gives ``GRPOLoss`` the corrected gradient.
 
-    The clipped objective is proportional to the advantage, so that a weight may
-    multiply either.
+    The clipped objective is proportional to the advantage, so a weight may multiply
+    either.
 
     Args:
         advantage: ``(B, T)`` or ``(B, 1)``.
         corrected: the correction.
-        aggregation: of the loss. ``"prompt_mean"`` divides by all sequences, and a
-            sequence without a token left does not count: the others make up for it.
+        aggregation: the loss's. ``"prompt_mean"`` divides by all sequences, although
+            sequences without remaining tokens do not count: the others are scaled.
 
     Examples:
         >>> keep = torch.tensor([[True, True], [False, False]])
@@ -175,7 +176,7 @@ def scale_advantage(
 
 
 def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
-    """Refuses a batch that lacks what a method needs."""
+    """Refuses a batch that lacks an input of a method."""
     if config.needs_train_log_probs and sampled.train is None:
         raise ConfigurationError(
             f"{config!r} compares the trainer's log-probs with those of the rollout, "
@@ -200,7 +201,7 @@ def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
 
 
 def _check_count(sampled: Sampled) -> None:
-    """Refuses tokens that are newer than the trainer: another count has them."""
+    """Refuses tokens that are newer than the trainer: their version counter differs."""
     assert sampled.versions is not None
     assert sampled.version is not None
     if not sampled.mask.numel():
@@ -217,19 +218,19 @@ def _check_count(sampled: Sampled) -> None:
 
 
 def check_scored(sampled: Sampled, ranks: LossRanks) -> None:
-    """Refuses a batch whose log-probs nobody has computed, on all ranks that share it.
+    """Refuses a batch without log-probs, on all ranks that share it.
 
-    A batch in which every token was masked, as what is too old by
-    ``on_stale="mask"``, is none of these: it has nothing to train on.
+    A batch in which every token was masked, such as stale tokens by
+    ``on_stale="mask"``, is accepted: it has nothing to train on.
 
     Raises:
-        ConfigurationError: saying which log-probs.
+        ConfigurationError: with the missing log-probs.
     """
     written = sampled.mask if sampled.written is None else sampled.written
     written = written & sampled.mask
     scored = written & ~sampled.rollout.isnan()
     train = scored if sampled.train is None else scored & ~sampled.train.isnan()
-    flags = torch.stack([each.any() for each in (written, scored, train)]).long()
+    flags = torch.stack([tokens.any() for tokens in (written, scored, train)]).long()
     has_written, has_scored, has_train = ranks.reduce(flags, dist.ReduceOp.MAX).tolist()
     if has_written and not has_scored:
         raise ConfigurationError(NOT_SCORED)
@@ -241,20 +242,20 @@ def check_scored(sampled: Sampled, ranks: LossRanks) -> None:
 
 
 def _known(sampled: Sampled) -> Tensor:
-    """Returns the tokens of the loss whose log-probs are known."""
-    known = sampled.mask & sampled.rollout.isfinite()
-    return known if sampled.train is None else known & sampled.train.isfinite()
+    """Returns the loss tokens with known log-probs."""
+    scored = sampled.mask & sampled.rollout.isfinite()
+    return scored if sampled.train is None else scored & sampled.train.isfinite()
 
 
 def _old_policy(
     config: RolloutCorrectionConfig, sampled: Sampled, train: Tensor, rollout: Tensor
 ) -> Tensor:
-    """Returns the log-probs that the loss's ratio is to."""
+    """Returns the log-probs of the ratio's denominator."""
     if config.bypass_mode and config.loss_type == "ppo_clip":
         return rollout
     if config.proximal == "recomputed":
-        # With REINFORCE the ratio to the policy itself is 1, and its gradient is that
-        # of the log-prob.
+        # With REINFORCE the ratio to the policy itself is 1, and its gradient is the
+        # log-prob's.
         return train
     assert sampled.versions is not None
     assert sampled.version is not None
@@ -266,7 +267,7 @@ def _old_policy(
 def _weights(
     config: RolloutCorrectionConfig, log_ratio: Tensor, known: Tensor
 ) -> tuple[Tensor, dict[str, Statistic]]:
-    """Returns the importance weights that are applied, and their metrics."""
+    """Returns the applied importance weights, and their metrics."""
     ones = known.to(log_ratio.dtype)
     level = config.rollout_is
     if level is None:
@@ -284,25 +285,25 @@ def _weights(
 def _keep(
     config: RolloutCorrectionConfig, sampled: Sampled, log_ratio: Tensor, known: Tensor
 ) -> tuple[Tensor, dict[str, Statistic]]:
-    """Returns the tokens that no criterion drops, and the criteria's metrics."""
+    """Returns the tokens that pass all criteria, and the criteria's metrics."""
     keep, metrics = known, dict[str, Statistic]()
     for rejection in config.rejections:
-        kept = formulas.rejection_mask(
+        passing = formulas.rejection_mask(
             log_ratio, known, rejection.aggregate, rejection.estimator, rejection.bounds
         )
-        metrics |= rejection_statistics(rejection, log_ratio, kept, known)
-        keep = keep & kept
+        metrics |= rejection_statistics(rejection, log_ratio, passing, known)
+        keep = keep & passing
     if config.rejections:
         metrics |= dropped_statistics("rollout_rs", keep, known)
     if config.veto_threshold is not None:
-        kept = formulas.veto_mask(log_ratio, known, config.veto_threshold)
-        metrics |= dropped_statistics("veto", kept, known)
-        keep = keep & kept
+        passing = formulas.veto_mask(log_ratio, known, config.veto_threshold)
+        metrics |= dropped_statistics("veto", passing, known)
+        keep = keep & passing
     if config.max_staleness is not None:
         assert sampled.versions is not None
         assert sampled.version is not None
         oldest = sampled.version - config.max_staleness
-        kept = formulas.staleness_mask(sampled.versions, known, oldest)
-        metrics |= dropped_statistics("stale", kept, known)
-        keep = keep & kept
+        passing = formulas.staleness_mask(sampled.versions, known, oldest)
+        metrics |= dropped_statistics("stale", passing, known)
+        keep = keep & passing
     return keep, metrics

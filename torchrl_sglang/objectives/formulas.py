@@ -1,12 +1,12 @@
 """Formulas of off-policy correction: tensors in, tensors out.
 
 All arguments of shape ``(B, T)`` hold one row per sequence and one column per token.
-``mask`` is bool and True for the tokens that the loss is about; values elsewhere are
-ignored. ``log_ratio`` is ``log pi_train - log pi_rollout`` of each token, where
-``pi_train`` is the trainer's policy and ``pi_rollout`` the one that sampled the tokens.
+``mask`` is bool and True for the loss tokens; values elsewhere are ignored.
+``log_ratio`` is ``log pi_train - log pi_rollout`` of each token, where ``pi_train`` is
+the trainer's policy and ``pi_rollout`` the sampling policy.
 
-Nothing here has a gradient: weights and masks change which samples count, not what is
-optimized.
+Nothing here has a gradient: weights and masks change the contribution of samples, not
+the objective.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
         (tensor(12.), tensor([3., 9.]))
     """
     # Selected, not multiplied: NaN times zero is NaN.
-    kept = torch.where(mask, values, 0)
-    return kept.sum() if dim is None else kept.sum(dim)
+    selected = torch.where(mask, values, 0)
+    return selected.sum() if dim is None else selected.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -59,8 +59,8 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 def masked_max(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Largest value of the mask; minus infinity where the mask is empty."""
-    kept = torch.where(mask, values, -torch.inf)
-    return kept.amax() if dim is None else kept.amax(dim)
+    selected = torch.where(mask, values, -torch.inf)
+    return selected.amax() if dim is None else selected.amax(dim)
 
 
 def masked_min(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
 
 
 def truncate(weights: Tensor, upper: float, lower: float | None = None) -> Tensor:
-    r"""Truncates importance weights (TIS), or drops those out of range (IcePop).
+    r"""Truncates importance weights (TIS), or zeroes those out of range (IcePop).
 
     Without ``lower``, :math:`\min(w, upper)`. With it, :math:`w` where
     :math:`lower \le w \le upper` and zero elsewhere; the tokens stay in the
@@ -110,7 +110,7 @@ def truncate(weights: Tensor, upper: float, lower: float | None = None) -> Tenso
     Args:
         weights: importance weights, of any shape.
         upper: largest weight.
-        lower: smallest weight that is kept, for IcePop.
+        lower: smallest nonzero weight, for IcePop.
 
     Examples:
         >>> truncate(torch.tensor([0.25, 1.0, 4.0]), 2.0)
@@ -128,9 +128,9 @@ def normalize_weights(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
     """Divides the weights by their mean over tokens, or over sequences.
 
     Args:
-        weights: ``(B, T)``, those of a sequence being equal at level ``"sequence"``.
+        weights: ``(B, T)``, equal within a sequence at level ``"sequence"``.
         mask: ``(B, T)``.
-        level: what the mean is over.
+        level: unit of the mean.
 
     Returns:
         ``(B, T)`` with mean 1; unchanged if the mean is below 1e-8.
@@ -225,9 +225,9 @@ def rejection_mask(
     k2 and k3 keep a token, or a sequence, whose divergence is at most ``bounds[1]``. k1
     keeps it if the ratio is in ``bounds``: the token's :math:`r` (``token``), the
     product :math:`\prod_t r_t` (``seq_sum``, masked importance sampling), or the
-    geometric mean :math:`(\prod_t r_t)^{1/T}` (``seq_mean``). verl bounds
-    :math:`1/r` instead, which is the same where the lower bound is the reciprocal of
-    the upper one.
+    geometric mean :math:`(\prod_t r_t)^{1/T}` (``seq_mean``). verl bounds :math:`1/r`
+    instead, which is equivalent if the lower bound is the reciprocal of the upper
+    bound.
 
     Args:
         log_ratio: ``(B, T)``.
@@ -257,13 +257,13 @@ def rejection_mask(
 def veto_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Tokens of the sequences in which no token's ratio is below a threshold.
 
-    One token that the trainer would hardly ever write is a sign of corrupted data, such
-    as tokens sampled with other weights. As ``rs_veto_threshold`` of slime, 1e-4 there.
+    A single token that the trainer would hardly ever write is a sign of corrupted data,
+    such as tokens sampled with other weights. As slime's ``rs_veto_threshold``, 1e-4.
 
     Args:
         log_ratio: ``(B, T)``.
         mask: ``(B, T)``.
-        threshold: smallest ratio ``pi_train / pi_rollout`` that is accepted.
+        threshold: smallest accepted ratio ``pi_train / pi_rollout``.
 
     Returns:
         bool ``(B, T)``; False outside of the mask.
@@ -289,14 +289,14 @@ def binary_total_variation_mask(
 
     The total variation between the two policies, reduced to "this token" and "any other
     token", is :math:`|\pi_{train} - \pi_{rollout}|`, a difference of probabilities. A
-    token is dropped where it exceeds a bound in the direction that the update would
+    token is dropped if it exceeds a bound in the direction that the update would
     increase: :math:`\pi_{train} - \pi_{rollout} > high` with a positive advantage, and
-    :math:`\pi_{rollout} - \pi_{train} > low` with another one. As ``dppo_mask_low`` and
+    :math:`\pi_{rollout} - \pi_{train} > low` otherwise. As ``dppo_mask_low`` and
     ``dppo_mask_high`` of prime-rl, 0.2 there.
 
     Args:
         train: log-probs of the trainer's policy, ``(B, T)``.
-        rollout: log-probs of the policy that sampled, ``(B, T)``.
+        rollout: log-probs of the rollout policy, ``(B, T)``.
         advantage: ``(B, T)``.
         mask: ``(B, T)``.
         bounds: ``(low, high)``.
@@ -324,10 +324,10 @@ def staleness_mask(versions: Tensor, mask: Tensor, oldest: int) -> Tensor:
     """Tokens whose weights are recent enough.
 
     Args:
-        versions: int ``(B, T)``: version of the weights that wrote each token; negative
-            if unknown, which is never recent enough.
+        versions: int ``(B, T)``: version of each token's weights; negative if unknown,
+            which is never recent enough.
         mask: ``(B, T)``.
-        oldest: oldest version that is accepted.
+        oldest: oldest accepted version.
 
     Returns:
         bool ``(B, T)``; False outside of the mask.
@@ -351,16 +351,16 @@ def interpolate_proximal(
             + \alpha (\log \pi_{train} - \log \pi_{rollout}), \qquad
         \alpha = \frac{v - v_t}{v + 1 - v_t}
 
-    :math:`v` is the version that the training step began with, :math:`v + 1` the one
-    that it makes, and :math:`v_t` the version that wrote the token. A token of version
+    :math:`v` is the version at the start of the training step, :math:`v + 1` its
+    result, and :math:`v_t` the version of the token's weights. A token of version
     :math:`v` was sampled by the proximal policy itself (:math:`\alpha = 0`). AReaL's
     log-linear approximation (``docs/en/algorithms/prox_approx.md`` there).
 
     Args:
         train: log-probs of the policy in training, ``(B, T)``.
-        rollout: log-probs of the policy that sampled, ``(B, T)``.
+        rollout: log-probs of the rollout policy, ``(B, T)``.
         versions: int ``(B, T)``; negative if unknown, which counts as ``version``.
-        version: of the weights that the training step began with.
+        version: version of the weights at the start of the training step.
 
     Returns:
         ``(B, T)``.

@@ -26,7 +26,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reduction": ("mean", "none"),
     "ref_log_prob_padding_side": ("left", "right"),
 }
-"""Argument -> the words that it takes."""
+"""Argument -> its values."""
 
 NUMBERS = ("entropy_coeff", "kl_to_ref_coeff", "kl_to_inference_coeff")
 """Coefficients, of any sign."""
@@ -35,14 +35,14 @@ OPTIONAL = {
     *("aggregation", "reduction", "kl_mask_threshold"),
     *("kl_to_ref_coeff", "kl_to_inference_coeff", "max_tokens"),
 }
-"""Arguments that may be ``None``, which is TorchRL's default or leaves a term out."""
+"""Arguments that may be ``None``, for TorchRL's default or an absent term."""
 
 
 def check_loss_arguments(given: Mapping[str, Any]) -> None:
     """Checks arguments of a :class:`.CorrectedGRPOLoss`, some of them or all.
 
     Raises:
-        ConfigurationError: if a value is none that its argument takes.
+        ConfigurationError: if a value is invalid for its argument.
 
     Examples:
         >>> check_loss_arguments({"clip_epsilon": (0.2, 0.28), "entropy_coeff": 0.01})
@@ -72,10 +72,10 @@ def check_loss_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_denominator(aggregation: str | None, max_tokens: int | None) -> None:
-    """Checks that a loss is divided by the longest response, or by something else.
+    """Checks the pair of arguments for division by the longest response.
 
     Raises:
-        ConfigurationError: if only one of the two is given that say so.
+        ConfigurationError: if only one of the two is given.
 
     Examples:
         >>> check_denominator("constant", 1024)
@@ -107,7 +107,7 @@ def _check_clip_epsilon(value: Any) -> None:
 
 
 def _number(value: Any) -> Any:
-    """Returns a number of NumPy's or PyTorch's as Python's; anything else unchanged."""
+    """Returns a NumPy or PyTorch number as Python's; anything else unchanged."""
     is_tensor = isinstance(value, Tensor) and value.numel() == 1
     return value.item() if is_tensor else to_python(value)
 

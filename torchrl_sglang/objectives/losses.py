@@ -66,45 +66,43 @@ from torchrl_sglang.objectives.support import (
 from torchrl_sglang.support.checks import check_keywords
 
 _LARGEST_LOG_WEIGHT = 300.0
-"""Largest log-ratio that counts for the effective sample size, in float64."""
+"""Largest log-ratio in the effective sample size, in float64."""
 
 
 class CorrectedGRPOLoss(TorchRLGRPOLoss):
-    r"""TorchRL's ``GRPOLoss`` with averages that leave padding out, and corrections.
+    r"""TorchRL's ``GRPOLoss`` with averages over the loss tokens, and corrections.
 
-    Objective and gradient of the policy are those of TorchRL's class. What differs:
+    Objective and policy gradient equal TorchRL's. The differences are:
 
     - ``clip_fraction``, ``kl_approx``, ``entropy``, ``kl_to_ref``,
-      ``kl_to_inference`` and the losses of the last two are averages over the tokens of
-      the loss. TorchRL 0.14 averages over padding and prompts, too, so that a batch
+      ``kl_to_inference`` and the losses of the last two are averages over the loss
+      tokens. TorchRL 0.14 averages over padding and prompts, too, so that a batch
       with one long sequence has a weaker KL penalty;
     - an advantage per token is padded on the left in a ragged batch, as log-probs are;
       TorchRL pads it on the right, where it meets other tokens;
-    - ``kl_approx`` is the mean of :math:`-\log r`, with the ratio :math:`r` that the
-      loss is of: a correction's old policy is what it compares with;
-    - ``kl_mask_threshold`` masks tokens with
-      :math:`\frac12 \log^2(\pi_\theta / \pi_{rollout})` above it. TorchRL computes the
-      same and documents the reference policy;
+    - ``kl_approx`` is the mean of :math:`-\log r`, with the loss's ratio :math:`r`: its
+      base is the correction's old policy;
+    - ``kl_mask_threshold`` masks tokens with :math:`\frac12 \log^2(\pi_\theta /
+      \pi_{rollout})` above it. TorchRL does the same, and documents the reference
+      policy;
     - ESS is 0 instead of NaN for a batch in which every token is masked;
     - the sequences of a batch go through the model in one row, without padding
-      (``packing``), and only tokens of the loss have logits. TorchRL 0.14 pads, and
-      picks logits with a mask of their own shape, which with a vocabulary of 150,000
-      takes more memory and time than the model;
-    - with ``aggregation="prompt_mean"`` the penalties of the KL divergences are means
-      over sequences, too, and with ``"none"`` they are those of each token, so that all
-      losses are of one kind;
+      (``packing``), and only loss tokens have logits. TorchRL 0.14 pads, and picks
+      logits with a mask of their own shape, which with a vocabulary of 150,000 takes
+      more memory and time than the model;
+    - with ``aggregation="prompt_mean"`` the KL penalties are means over sequences, too,
+      and with ``"none"`` they are per token, so that all losses are of one kind;
     - ``aggregation="constant"`` divides the sum over tokens by the number of sequences
-      times ``max_tokens``, as Dr. GRPO does (https://arxiv.org/abs/2503.20783): long
-      responses count as much for each token as short ones;
-    - :meth:`accumulate` has the gradient of a batch from parts of it;
-    - log-probs and entropies are those of the distribution that a token was drawn from,
-      where the batch says it (``logprobs_mode="behaviour"``): the ratio of the first
-      step is 1 with any sampler. See ``replay_sampling``;
-    - an advantage or a reference log-prob that is NaN or infinite is refused, where a
-      token of the loss has it;
+      times ``max_tokens``, as Dr. GRPO does (https://arxiv.org/abs/2503.20783): the
+      tokens of long and of short responses count alike;
+    - :meth:`accumulate` computes the gradient of a batch from its parts;
+    - log-probs and entropies are of the sampling distribution of a token, if the batch
+      has it (``logprobs_mode="behaviour"``): the ratio of the first step is 1 with any
+      sampler. See ``replay_sampling``;
+    - a NaN or infinite advantage or reference log-prob of a loss token is refused;
     - ``correction`` applies a configuration of off-policy correction in every forward
-      pass, with the log-probs that the loss computes anyway. Batches may be split, and
-      used several times. :class:`.OffPolicyCorrection` is for the other configurations,
+      pass, with the log-probs of the loss itself. Batches may be split, and used
+      several times. :class:`.OffPolicyCorrection` is for the other configurations,
       whose old policy is recomputed before the step.
 
     Args:
@@ -116,19 +114,20 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         version_key: as for :class:`.OffPolicyCorrection`. Defaults to
             ``"token_policy_version"``.
         consumer_version: version of the trainer's weights at the start of the step, for
-            ``max_staleness`` and ``proximal="interpolated"``; an attribute to be set
-            after each update. Defaults to None.
-        max_tokens: for ``aggregation="constant"``: the longest response that there can
-            be, in tokens. Defaults to None.
-        packing: True puts the sequences of a batch one after the other in one row,
-            where each begins at position 0 and sees itself alone: nothing is computed
-            for padding. False pads them. ``"auto"`` packs if the model can, and
-            :attr:`padded_because` says why not. A model whose attention is ``"sdpa"``
-            gets ``"torchrl_sglang_packed"`` for it, which is the same for other rows;
-            FlashAttention and flex attention stay. Defaults to ``"auto"``.
+            ``max_staleness`` and ``proximal="interpolated"``; an attribute to set after
+            each update. Defaults to None.
+        max_tokens: for ``aggregation="constant"``: the length of the longest possible
+            response. Defaults to None.
+        packing: True concatenates the sequences of a batch in one row, where each
+            begins at position 0 and attends only to itself: nothing is computed for
+            padding. False pads them. ``"auto"`` packs if the model can, and
+            :attr:`padded_because` has the reason if not. A model whose attention is
+            ``"sdpa"`` gets ``"torchrl_sglang_packed"`` instead, which is the same for
+            other rows; FlashAttention and flex attention remain. Defaults to
+            ``"auto"``.
         replay_sampling: for batches of ``logprobs_mode="behaviour"``: divide a token's
-            logits by the temperature that it was drawn with, and leave those out that
-            top-k, top-p and min-p left out:
+            logits by its sampling temperature, and exclude the tokens that top-k, top-p
+            and min-p excluded:
 
             .. math::
 
@@ -136,18 +135,17 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                     \log \sum_{v \in S_t} \exp \frac{z_v}{T}
 
             as DeepSeek-V3.2's "keep sampling mask", https://arxiv.org/abs/2512.02556.
-            The old policy, the entropy and the divergences, to the reference, too, are
-            of the same temperature and support. Of biases, penalties and grammars
-            nothing is replayed. The actor is a ``TransformersWrapper`` of tokens.
-            False computes the whole vocabulary at temperature 1, and warns once of such
-            a batch. Defaults to True.
+            The old policy, the entropy and the divergences, to the reference, too, have
+            the same temperature and support. Biases, penalties and grammars are not
+            replayed. The actor is a ``TransformersWrapper`` of tokens. False computes
+            the whole vocabulary at temperature 1, and warns once of such a batch.
+            Defaults to True.
         **kwargs: as for TorchRL's class.
 
     Raises:
-        ConfigurationError: if a value is none that its argument takes, ``correction``
-            needs an old policy that is recomputed, one of ``max_tokens`` and
-            ``aggregation="constant"`` is given alone, or ``packing`` is True and the
-            model cannot.
+        ConfigurationError: if a value is invalid, ``correction`` needs a recomputed old
+            policy, only one of ``max_tokens`` and ``aggregation="constant"`` is given,
+            or ``packing`` is True and the model cannot pack.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper
@@ -201,7 +199,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.padded_because = prepare_packing(
             getattr(self.actor_network, "model", None), packing, other
         )
-        """Why batches are padded; empty if they are packed."""
+        """Reason why batches are padded; empty if they are packed."""
         # Of the last batch, or the last forward pass.
         self._correction_statistics: dict[str, Statistic] = {}
         self._sample_size: dict[str, Statistic] = {}
@@ -210,8 +208,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         # Of the last forward pass: whether tokens were written, and have log-probs.
         self._scored: tuple[Tensor, Tensor] | None = None
         self.on_scored: Callable[[TensorDictBase, Tensor], None] | None = None
-        """Called in each forward pass with the batch and the log-probs ``(B, T)`` of
-        the policy that is trained, NaN at tokens that are not of the loss."""
+        """Called in each forward pass with the batch and the trained policy's log-probs
+        ``(B, T)``, NaN outside of the loss tokens."""
 
     @property
     def packs(self) -> bool:
@@ -220,38 +218,37 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
 
     @contextmanager
     def correcting(self, correction: RolloutCorrectionConfig) -> Iterator[None]:
-        """Applies a correction whose old policy is the one of the forward pass itself.
+        """Applies a correction whose old policy is the policy of the forward pass.
 
-        That is the old policy of the first optimizer step after it was recomputed: for
-        a batch that takes one step, nothing needs to be computed before.
+        It is the old policy of the first optimizer step after the recomputation: a
+        batch with a single step needs no forward pass before.
 
         Args:
-            correction: in the place of the loss's own.
+            correction: replaces the loss's own.
         """
-        own, self.correction = self.correction, correction
+        previous, self.correction = self.correction, correction
         try:
             yield
         finally:
-            self.correction = own
+            self.correction = previous
 
     @property
     def correction_metrics(self) -> dict[str, float]:
         """Verl's metrics of the last batch; reading them waits for the device.
 
-        After :meth:`accumulate` they are those of all its parts, on all ranks.
+        After :meth:`accumulate`, they cover all its parts, on all ranks.
         """
-        found = values_of(self._correction_statistics)
-        return {name: value.item() for name, value in found.items()}
+        statistics = values_of(self._correction_statistics)
+        return {name: value.item() for name, value in statistics.items()}
 
     def forward(self, tensordict: TensorDictBase) -> Any:
         """Returns the losses and metrics of a batch, in TorchRL's class of outputs.
 
         Raises:
-            ConfigurationError: if the batch lacks a column, a token is not in the
-                support that it was drawn from, or, with a correction, no token that the
-                policy wrote has a log-prob.
-            NotFiniteError: if an advantage or a reference log-prob of a token of the
-                loss is NaN or infinite.
+            ConfigurationError: if the batch lacks a column, a token is not in its
+                support, or, with a correction, no token of the policy has a log-prob.
+            NotFiniteError: if an advantage or a reference log-prob of a loss token is
+                NaN or infinite.
         """
         with replaying(self.actor_network, tensordict):
             output = self._forward(tensordict)
@@ -275,18 +272,18 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             batch, adv_shape=advantage.shape[:-1]
         )
         if self.on_scored is not None:
-            known = batch.get("_cur_log_prob").detach()
-            self.on_scored(tensordict, known.masked_fill(~mask, math.nan))
+            log_probs = batch.get("_cur_log_prob").detach()
+            self.on_scored(tensordict, log_probs.masked_fill(~mask, math.nan))
         if advantage.ndim != log_weight.ndim:
             raise ConfigurationError(
                 f"The advantage must have shape (B, 1, 1) or (B, T, 1), got "
                 f"{tuple(advantage.shape)}."
             )
         if 1 < mask.shape[1] < advantage.shape[1]:
-            # Padded on the left for a batch that this one is a part of.
+            # Padded on the left for a larger batch.
             advantage = advantage[:, -mask.shape[1] :]
         check_finite(self.tensor_keys.advantage, advantage.squeeze(-1), mask)
-        # Zero times NaN is NaN: also what no token of the loss has must be finite.
+        # Zero times NaN is NaN: values outside of the loss tokens must be finite, too.
         advantage = torch.where(mask.unsqueeze(-1), advantage, 0)
         if self.kl_mask_threshold is not None and self.kl_mask_threshold > 0:
             distance = 0.5 * log_weight.detach().squeeze(-1).square()
@@ -317,11 +314,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     ) -> Any:
         """Adds the gradient of a batch to the parameters, from parts of the batch.
 
-        The gradient is that of one pass over the whole batch, however it is cut: each
-        part counts by the tokens, or with ``aggregation="prompt_mean"`` the sequences,
-        that the correction leaves in the loss. It takes the place of ``backward()``;
-        the memory is that of the largest part. Gradients that are there already stay as
-        they are, and are added to.
+        The gradient equals a single pass over the whole batch, however it is cut: each
+        part counts by its tokens, or with ``aggregation="prompt_mean"`` its sequences,
+        that the correction leaves in the loss. It replaces ``backward()``; the memory
+        is that of the largest part. Existing gradients are kept, and added to.
 
         A batch that :class:`.OffPolicyCorrection` has corrected may be cut, too.
 
@@ -333,15 +329,15 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 rank. Defaults to None: this rank has the whole batch.
 
         Returns:
-            Losses and metrics of the batch, in TorchRL's class of outputs, detached:
-            those of one pass.
+            Losses and metrics of the batch, in TorchRL's class of outputs, detached, as
+            of a single pass.
 
         Raises:
             ConfigurationError: if ``aggregation="none"`` leaves the average to the
                 caller, the correction divides by a mean over the batch
                 (``rollout_is_batch_normalize``), or there is no part.
-            NotFiniteError: as :meth:`forward`; on all ranks, if one of them has it.
-            SGLangError: if another rank failed with its part, such as for memory.
+            NotFiniteError: as :meth:`forward`; on all ranks, if any rank has it.
+            SGLangError: if another rank failed with its part, such as out of memory.
 
         Examples:
             >>> loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2)  # doctest: +SKIP
@@ -358,7 +354,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 output = self._try_forward(part, ranks, failure)
                 losses = _fields(output, "loss_")
                 count = self._count() * counts
-                value = torch.stack([each.sum() for each in losses.values()]).sum()
+                value = torch.stack([loss.sum() for loss in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
                     failure = _try_backward(value * gradients.weigh(count))
                 scored.append(self._scored)
@@ -378,20 +374,20 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         return self.output_type.from_tensordict(TensorDict(values_of(total)))
 
     def _statistics_of(self, output: Any, count: Tensor) -> dict[str, Statistic]:
-        """Returns losses and metrics of the last forward pass, which add up.
+        """Returns additive losses and metrics of the last forward pass.
 
         Args:
             output: of the pass.
             count: denominator of its losses.
         """
         assert self._mask is not None
-        found = dict[str, Statistic]()
+        statistics = dict[str, Statistic]()
         for values, weight in (
             (_fields(output, "loss_"), count),
             (_fields(output), self._mask.sum()),
         ):
-            found |= {name: weighted_mean(v, weight) for name, v in values.items()}
-        return found | self._sample_size | self._correction_statistics
+            statistics |= {name: weighted_mean(v, weight) for name, v in values.items()}
+        return statistics | self._sample_size | self._correction_statistics
 
     def _try_forward(
         self, part: TensorDictBase, ranks: LossRanks, failure: Exception | None
@@ -402,25 +398,26 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             if failure is None:
                 with replaying(self.actor_network, part):
                     output = self._forward(part)
-        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+        except Exception as error:  # noqa: BLE001 - Shared with the other ranks.
             failure = error
         ranks.agree(failure)
         return output
 
     def _check_scored(self, parts: list[Any], ranks: LossRanks) -> None:
-        """Refuses a batch of which no token that was written has a log-prob.
+        """Refuses a batch in which no token of the policy has a log-prob.
 
-        Without a correction, what another one has rejected has none, either.
+        Without a correction, tokens that an earlier correction rejected have none,
+        either.
         """
         if self.correction is None:
             return
         flags = torch.tensor(parts, dtype=torch.int64)
-        written, known = ranks.reduce(flags.amax(0), dist.ReduceOp.MAX).tolist()
-        if written and not known:
+        written, scored = ranks.reduce(flags.amax(0), dist.ReduceOp.MAX).tolist()
+        if written and not scored:
             raise ConfigurationError(NOT_SCORED)
 
     def _check_can_be_cut(self) -> None:
-        """Refuses settings whose result depends on how a batch is cut."""
+        """Refuses settings whose result depends on the cut of a batch."""
         if "none" in (self.aggregation, self.reduction):
             raise ConfigurationError(
                 "aggregation='none' and reduction='none' leave the average over the "
@@ -448,13 +445,13 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def _aggregate_loss_value(
         self, value: Tensor, mask: Tensor, tensordict: TensorDictBase | None = None
     ) -> Tensor:
-        """Returns the loss of a batch from that of each token."""
+        """Returns the loss of a batch from each token's loss."""
         if self.aggregation == "constant" and self.reduction != "none":
             assert self.max_tokens is not None
-            kept = torch.where(mask.unsqueeze(-1), value, 0)
-            return kept.sum((0, 1)) / (len(mask) * self.max_tokens)
-        found: Tensor = super()._aggregate_loss_value(value, mask, tensordict)
-        return found
+            selected = torch.where(mask.unsqueeze(-1), value, 0)
+            return selected.sum((0, 1)) / (len(mask) * self.max_tokens)
+        loss: Tensor = super()._aggregate_loss_value(value, mask, tensordict)
+        return loss
 
     def _mean(self, value: Tensor, batch: TensorDictBase) -> Tensor:
         """Returns a loss of each token, aggregated as the policy's."""
@@ -481,22 +478,22 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         assert attention is not None
         mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
         sampling = self.sampling_of(tensordict)
-        wanted: dict[str, Any] = {"entropy": self.entropy_bonus, "sampling": sampling}
+        options: dict[str, Any] = {"entropy": self.entropy_bonus, "sampling": sampling}
         if self.packs:
-            found = packed_terms(actor.model, tokens, attention, mask, **wanted)
+            terms = packed_terms(actor.model, tokens, attention, mask, **options)
         else:
-            found = padded_terms(actor, tokens, attention, mask, **wanted)
-        return found.log_prob, found, False
+            terms = padded_terms(actor, tokens, attention, mask, **options)
+        return terms.log_prob, terms, False
 
     def sampling_of(self, batch: TensorDictBase) -> Drawn | None:
-        """Returns what the tokens of a batch were drawn from, if that is replayed."""
+        """Returns the sampling distributions of a batch's tokens, if replayed."""
         sampling = read_sampling(batch) if self.replay_sampling else None
         if sampling is None:
             warn_of_sampling(batch)
         return sampling
 
     def _reads_tokens(self) -> bool:
-        """Whether the actor scores tokens, whose logits are read where they are."""
+        """Returns whether the actor scores tokens, so that logits are read in place."""
         actor = self.actor_network
         return (
             type(actor) is TransformersWrapper
@@ -565,7 +562,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         }
 
     def _gain(self, log_weight: Tensor, log_prob: Tensor, advantage: Tensor) -> Tensor:
-        """Returns the objective of each token, which is maximised."""
+        """Returns the objective of each token, to be maximised."""
         del log_prob
         loss: Tensor = self._compute_policy_objective(log_weight, advantage)[0]
         return -loss
@@ -587,14 +584,14 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self, batch: TensorDictBase, log_prob: Tensor, mask: Tensor
     ) -> dict[str, Tensor]:
         """Returns the divergences from reference and inference policy."""
-        wanted = {}
+        terms = {}
         if self.kl_to_ref_coeff is not None and self.kl_to_ref_coeff > 0:
-            wanted["kl_to_ref"] = (self.tensor_keys.ref_log_probs, self.kl_to_ref_coeff)
+            terms["kl_to_ref"] = (self.tensor_keys.ref_log_probs, self.kl_to_ref_coeff)
         if self.kl_to_inference_coeff is not None:
             key = self.tensor_keys.sample_log_prob
-            wanted["kl_to_inference"] = (key, self.kl_to_inference_coeff)
+            terms["kl_to_inference"] = (key, self.kl_to_inference_coeff)
         output = {}
-        for name, (key, coeff) in wanted.items():
+        for name, (key, coeff) in terms.items():
             other = self._read_log_probs(batch, key, mask)
             difference = torch.where(mask, other - log_prob, 0)
             divergence = difference.expm1() - difference
@@ -634,25 +631,27 @@ def _sample_size(log_weight: Tensor, mask: Tensor) -> Statistic:
     def size(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
         return (total.square() / (squares * count)).nan_to_num(0.0)
 
-    # The square of a larger one would be infinite.
+    # The square of a larger weight would be infinite.
     weight = log_weight.double().clamp(max=_LARGEST_LOG_WEIGHT).exp()
     return replace(moments(weight, mask, size), dtype=log_weight.dtype)
 
 
 def _try_backward(value: Tensor) -> Exception | None:
-    """Adds to the gradients; returns the error, which ranks are yet to agree on."""
+    """Adds to the gradients; returns the error, for the ranks to agree on."""
     try:
         torch.autograd.backward(value)
-    except Exception as error:  # noqa: BLE001 - The other ranks are told.
+    except Exception as error:  # noqa: BLE001 - Shared with the other ranks.
         return error
     return None
 
 
 def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:
     """Returns the losses of an output, or without a prefix its metrics."""
-    found = output.to_tensordict(retain_none=False).items()
+    fields = output.to_tensordict(retain_none=False).items()
     return {
-        name: value for name, value in found if name.startswith("loss_") is bool(prefix)
+        name: value
+        for name, value in fields
+        if name.startswith("loss_") is bool(prefix)
     }
 
 
@@ -666,9 +665,9 @@ class CorrectedCISPOLoss(CorrectedGRPOLoss, TorchRLCISPOLoss):
         r_t = \pi_\theta(t) / \pi_{rollout}(t)
 
     so that every token has a gradient, however far its ratio is clipped. MiniMax-M1,
-    https://arxiv.org/abs/2506.13585. TorchRL 0.14's ``CISPOLoss``
-    differentiates the clipped weight itself: it has no gradient for clipped tokens.
-    Averages are those of :class:`.CorrectedGRPOLoss`.
+    https://arxiv.org/abs/2506.13585. TorchRL 0.14's ``CISPOLoss`` differentiates the
+    clipped weight itself: it has no gradient for clipped tokens. Averages are as in
+    :class:`.CorrectedGRPOLoss`.
 
     Args:
         actor_network: as for :class:`.CorrectedGRPOLoss`.

@@ -1,6 +1,6 @@
 """Metrics of off-policy correction, under verl's names.
 
-Each function returns scalars of the device that it is given, without waiting for it.
+Each function returns scalars on the device of its inputs, without waiting for it.
 Sequences without tokens do not count. Names lack verl's prefix ``rollout_corr/``.
 """
 
@@ -30,7 +30,7 @@ from torchrl_sglang.objectives.statistics import (
 
 
 def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    r"""Measures how far the trainer's policy is from the one that sampled.
+    r"""Measures how far the trainer's policy is from the rollout policy.
 
     ``kl`` and ``k3_kl`` estimate KL(pi_rollout || pi_train) as the means of
     :math:`-\log r` and :math:`r - 1 - \log r`. ``*_ppl`` are means over sequences of
@@ -40,7 +40,7 @@ def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, 
 
     Args:
         train: log-probs of the trainer's policy, ``(B, T)``.
-        rollout: log-probs of the policy that sampled, ``(B, T)``.
+        rollout: log-probs of the rollout policy, ``(B, T)``.
         mask: bool ``(B, T)``; without a token every metric is finite.
 
     Examples:
@@ -89,14 +89,14 @@ def weight_metrics(
 ) -> dict[str, Tensor]:
     r"""Describes importance weights.
 
-    ``rollout_is_{mean,std}`` and ``rollout_is_eff_sample_size``, the share
-    :math:`(E w)^2 / E w^2`, describe the weights as they are applied, before they are
-    normalized; ``rollout_is_{max,min}`` too, or at sequence level the weights before
-    truncation. ``rollout_is_ratio_fraction_{high,low}`` are the shares of weights above
-    the upper and below the lower bound before truncation, the lower bound of TIS being
-    the reciprocal of the upper one. ``rollout_is_oob_ratio`` is the share of tokens
-    whose weight was changed. ``rollout_is_seq_*`` are the same for the means over
-    sequences, and ``rollout_is_seq_max_deviation`` is their largest distance from 1.
+    ``rollout_is_{mean,std}`` and ``rollout_is_eff_sample_size``, the share :math:`(E
+    w)^2 / E w^2`, describe the applied weights before normalization;
+    ``rollout_is_{max,min}`` too, or at sequence level the weights before truncation.
+    ``rollout_is_ratio_fraction_{high,low}`` are the shares of weights above the upper
+    and below the lower bound before truncation, TIS having the reciprocal of the upper
+    bound as lower bound. ``rollout_is_oob_ratio`` is the share of tokens whose weight
+    was changed. ``rollout_is_seq_*`` are the same for the means over sequences, and
+    ``rollout_is_seq_max_deviation`` is their largest distance from 1.
 
     Args:
         raw: weights before truncation, ``(B, T)``.
@@ -129,7 +129,7 @@ def weight_statistics(
     lower = 1 / upper if bounds[0] is None else bounds[0]
     rows = mask.any(-1)
     shown = raw if level == "sequence" else weights
-    # Shares of sequences, and not of their tokens, where a sequence has one weight.
+    # Shares of sequences, not of their tokens, if a sequence has a common weight.
     values, counted = (raw.amax(-1), rows) if level == "sequence" else (raw, mask)
     sequence, raw_sequence = masked_mean(weights, mask, -1), masked_mean(raw, mask, -1)
     return {
@@ -154,16 +154,16 @@ def weight_statistics(
 def rejection_metrics(
     rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Describes the tokens that one criterion of rejection sampling has dropped.
+    """Describes the tokens that a criterion of rejection sampling has dropped.
 
     The names begin with ``rollout_rs_`` and the criterion's name: ``_mean``, ``_max``
-    and ``_min`` of the statistic, ``_masked_fraction`` of the tokens that it drops and
-    ``_seq_masked_fraction`` of the sequences that it drops a token of.
+    and ``_min`` of the statistic, ``_masked_fraction`` of dropped tokens and
+    ``_seq_masked_fraction`` of sequences with a dropped token.
 
     Args:
         rejection: the criterion.
         log_ratio: ``(B, T)``.
-        keep: bool ``(B, T)``: the tokens that it keeps.
+        keep: bool ``(B, T)``: the remaining tokens.
         mask: bool ``(B, T)``; without a token every metric is finite.
     """
     return values_of(rejection_statistics(rejection, log_ratio, keep, mask))
@@ -190,7 +190,7 @@ def rejection_statistics(
 
 
 def dropped_statistics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Statistic]:
-    """Shares of the tokens dropped and of the sequences that have lost one.
+    """Shares of the dropped tokens and of the sequences with a dropped token.
 
     Examples:
         >>> keep, mask = torch.tensor([[True, False]]), torch.tensor([[True, True]])
@@ -205,7 +205,7 @@ def dropped_statistics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Sta
 
 
 def _chi2(log_ratio: Tensor, mask: Tensor) -> Statistic:
-    """Mean of the squared ratio, less 1."""
+    """Mean of the squared ratio, minus 1."""
 
     def chi2(total: Tensor, _: Tensor, count: Tensor) -> Tensor:
         return total / count.clamp_min(1) - 1

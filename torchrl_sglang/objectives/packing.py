@@ -1,4 +1,4 @@
-"""Runs a model on sequences that follow one another in one row, without padding."""
+"""Runs a model on consecutive sequences in one row, without padding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from torchrl_sglang.objectives.token_terms import token_terms
 Packing = bool | Literal["auto"]
 
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""Kinds of layers that begin again where attention and positions do."""
+"""Kinds of layers that restart where attention and positions do."""
 
 _ROPES = {"dynamic", "longrope"}
 """Positions that depend on the length of the whole row."""
@@ -32,18 +32,18 @@ _ROPES = {"dynamic", "longrope"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedTokens:
-    """What a loss reads of a pass; all of it is ``(sequences, longest)``."""
+    """Outputs of a pass for a loss, ``(sequences, longest)``."""
 
     mask: Tensor
     """Tokens of the loss."""
     log_prob: Tensor
-    """Their log-probs; 0 elsewhere, and where nothing is before a token."""
+    """Their log-probs; 0 elsewhere, and for the first token of a sequence."""
     entropy: Tensor
-    """Of their distributions; 0 elsewhere."""
+    """Entropies of their distributions; 0 elsewhere."""
 
 
 def why_padded(model: Any) -> str:
-    """Says why a model cannot read several sequences in one row; "" if it can. Pure.
+    """Returns why a model cannot read several sequences in one row; "" if it can.
 
     Args:
         model: a model of transformers, with an adapter of PEFT or without.
@@ -52,10 +52,10 @@ def why_padded(model: Any) -> str:
     if not isinstance(base, PreTrainedModel):
         return f"{type(base).__name__} is not a model of transformers"
     config, attention = base.config, base.config._attn_implementation
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    # FlashAttention and flex attention are told of sequences by transformers.
-    told = attention == "flex_attention" or "flash" in str(attention)
+    # transformers passes sequence boundaries to FlashAttention and flex attention.
+    bounded = attention == "flex_attention" or "flash" in str(attention)
     replaceable = base._supports_flash_attn and (
         _own_class(base)._can_set_attn_implementation()
     )
@@ -66,22 +66,22 @@ def why_padded(model: Any) -> str:
             getattr(module, "is_causal", None) is False for module in base.modules()
         ),
         "takes no position_ids": "position_ids" not in _arguments(base),
-        f"has layers ({', '.join(others) or 'with a state'}) that go on from one "
-        f"sequence into the next": others or getattr(base, "_is_stateful", False),
+        f"has layers ({', '.join(other_layers) or 'with a state'}) that go on from one "
+        f"sequence into the next": other_layers or getattr(base, "_is_stateful", False),
         f"has positions by rope_type={rope!r}, of the length of a row": rope in _ROPES,
-        f"computes attention by {attention!r}, which needs a mask": not told
+        f"computes attention by {attention!r}, which needs a mask": not bounded
         and attention not in ("sdpa", PACKED),
-        "does not take another attention than its own": not (told or replaceable),
+        "does not take another attention than its own": not (bounded or replaceable),
         "does not tell its attention where sequences begin": not all(
             _hands_on(layer) for layer in _layer_classes(base)
         ),
     }
-    found = (reason for reason, holds in reasons.items() if holds)
-    return next((f"{type(base).__name__} {reason}" for reason in found), "")
+    failures = (reason for reason, holds in reasons.items() if holds)
+    return next((f"{type(base).__name__} {reason}" for reason in failures), "")
 
 
 def check_packing(packing: Any) -> None:
-    """Refuses a value of ``packing`` that is none."""
+    """Refuses an invalid value of ``packing``."""
     if packing != "auto" and not isinstance(packing, bool):
         raise ConfigurationError(
             f"packing must be 'auto', True or False, got {packing!r}."
@@ -91,20 +91,20 @@ def check_packing(packing: Any) -> None:
 def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     """Makes a model read several sequences in one row, if it can and should.
 
-    A model whose attention is PyTorch's ``sdpa`` gets one that computes the sequences
-    of a row each alone; for other rows it is ``sdpa``.
+    A model whose attention is PyTorch's ``sdpa`` gets an attention that computes each
+    sequence of a row alone; for other rows it is ``sdpa``.
 
     Args:
         model: a model of transformers.
         packing: ``"auto"``, True or False, as for :class:`.CorrectedGRPOLoss`.
-        reason: why it cannot, beside its own. Defaults to none.
+        reason: another reason against it. Defaults to none.
 
     Returns:
-        str: why it is not to; "" if it is.
+        str: the reason against it; "" if it packs.
 
     Raises:
-        ConfigurationError: if ``packing`` is True and the model cannot, or it is none
-            of the three.
+        ConfigurationError: if ``packing`` is True and the model cannot, or it is
+            invalid.
     """
     check_packing(packing)
     if packing is False:
@@ -129,40 +129,40 @@ def packed_terms(
     entropy: bool = False,
     sampling: Drawn | None = None,
 ) -> PackedTokens:
-    """Runs a model on the sequences of a batch in one row; only logits of a mask.
+    """Runs a model on a batch's sequences in one row; logits of masked tokens only.
 
     Args:
-        model: as :func:`prepare_packing` has made it.
+        model: a model from :func:`prepare_packing`.
         tokens: ``(sequences, longest)``, padded.
-        real: which of them are tokens, likewise.
-        mask: which of these are wanted, likewise.
-        entropy: whether entropies are.
-        sampling: what all tokens were drawn from, likewise. Defaults to None: the whole
-            vocabulary at temperature 1.
+        real: bool, false for padding.
+        mask: bool, the tokens to score.
+        entropy: whether to compute entropies.
+        sampling: sampling distributions of all tokens, likewise. Defaults to None: the
+            whole vocabulary at temperature 1.
 
     Raises:
         ConfigurationError: if a sequence is longer than the model's positions, or a
-            wanted token is not in its support.
+            scored token is not in its support.
     """
     real = real.bool()
     lengths = real.sum(-1)
     lengths = lengths[lengths > 0]
     longest = _check_lengths(model, lengths)
     index = real.flatten().cumsum(0).view_as(real) - 1
-    # Nothing is before the first token of a sequence.
+    # The first token of a sequence has no context.
     first = real & (real.cumsum(-1) == 1)
-    wanted = mask.bool() & real & ~first
-    logits = _forward(model, tokens[real], lengths, longest, index[wanted] - 1)
-    # After the pass, which other ranks take part in: they are told of an error then.
-    drawn = None if sampling is None else sampling.of(wanted, tokens)
+    scored = mask.bool() & real & ~first
+    logits = _forward(model, tokens[real], lengths, longest, index[scored] - 1)
+    # After the pass, a collective: other ranks then receive an error.
+    drawn = None if sampling is None else sampling.of(scored, tokens)
     log_probs, entropies = token_terms(
-        logits, tokens[wanted], entropy=entropy, sampling=drawn
+        logits, tokens[scored], entropy=entropy, sampling=drawn
     )
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=mask.device)
     return PackedTokens(
         mask=mask.bool(),
-        log_prob=empty.masked_scatter(wanted, log_probs),
-        entropy=empty.masked_scatter(wanted, entropies),
+        log_prob=empty.masked_scatter(scored, log_probs),
+        entropy=empty.masked_scatter(scored, entropies),
     )
 
 
@@ -203,7 +203,7 @@ def _forward(
         use_cache=False,
         **options,
     )
-    # An index would have a gradient of its own, as large as the logits.
+    # An index would have its own gradient, as large as the logits.
     logits: Tensor = output.logits.flatten(0, 1)
     return logits if picks else logits[positions]
 
@@ -220,19 +220,19 @@ def _layer_classes(base: Any) -> Iterator[type]:
     """Yields the classes of a model's layers."""
     names = getattr(base, "_no_split_modules", None) or ()
     classes = {_own_class(module) for module in base.modules()}
-    yield from (each for each in classes if each.__name__ in names)
+    yield from (cls for cls in classes if cls.__name__ in names)
 
 
 @cache
 def _hands_on(layer: type) -> bool:
-    """Whether a layer calls its attention with all further arguments of its own.
+    """Returns whether a layer passes all further arguments to its attention.
 
-    Some layers of transformers drop them, and where sequences begin is one of these.
+    Some layers of transformers drop them, the sequence boundaries among them.
     """
     try:
         source = textwrap.dedent(inspect.getsource(layer.forward))  # type: ignore[attr-defined]
     except (OSError, TypeError):
-        # Of code that was made while it runs.
+        # Code that was generated at run time.
         return True
     return all(
         any(keyword.arg is None for keyword in call.keywords)
@@ -248,6 +248,6 @@ def _arguments(base: Any) -> Any:
 
 
 def _own_class(model: nn.Module) -> Any:
-    """Returns a model's class, of which FSDP2 makes one of its own."""
+    """Returns a model's class; FSDP2 derives a class from it."""
     kinds = type(model).__mro__
-    return next(each for each in kinds if not each.__module__.startswith("torch."))
+    return next(cls for cls in kinds if not cls.__module__.startswith("torch."))

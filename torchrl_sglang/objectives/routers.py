@@ -1,8 +1,8 @@
-"""Routers of mixtures of experts: finds them in a model, and makes them choose.
+"""Routers of mixtures of experts: finds them in a model, and controls their choice.
 
-A router's own forward runs. Only what ``topk`` returns in it is replaced: the experts
-are those that are given, and their scores are gathered from the router's own, so that
-weights are normalised and scaled as the model does it, and have their gradient.
+A router's own forward runs. Only the result of its ``topk`` is replaced: the experts
+are the given ones, and their scores are gathered from the router's own, so that weights
+are normalized and scaled as in the model, and have their gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torchrl_sglang.errors import ConfigurationError
 
 _ROUTER = re.compile(r"(Router|Gate|Gating)$")
-"""Names of classes that are routers."""
+"""Names of router classes."""
 
 _BLOCK = re.compile(r"(MoE|Moe)(Block|MLP|Mlp|Layer)?$")
-"""Names of classes that choose experts themselves, where a model has no routers."""
+"""Names of block classes that choose experts themselves, in models without routers."""
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 """Number of a layer in a module's name."""
@@ -30,7 +30,7 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NUM_GROUPS = ("num_group", "n_group", "num_expert_group")
 
 _SINKS = ("PhimoeTopKRouter",)
-"""Routers that take one maximum after the other instead of ``topk``."""
+"""Routers that take successive maxima instead of ``topk``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,51 +40,51 @@ class Router:
     name: str
     """Name of the module in the model."""
     module: nn.Module
-    """The module whose forward chooses."""
+    """The module whose forward chooses experts."""
     layer: int
     """Number of its layer."""
     num_experts: int
-    """Experts that it chooses from."""
+    """Number of its experts."""
     num_groups: int
-    """Groups of experts that it chooses from before; 1: none."""
+    """Groups of experts that it chooses from first; 1: none."""
     in_turn: bool
-    """Whether it chooses one expert after the other, by maxima."""
+    """Whether it chooses successive experts by maxima."""
 
 
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
     """Returns the routers of a model, by layer.
 
     Args:
-        model: of transformers; one of PEFT or sharded by FSDP2 as well.
+        model: a model of transformers, possibly with PEFT or FSDP2.
 
     Raises:
-        ConfigurationError: if there are none, or two in one layer.
+        ConfigurationError: if there are none, or two in a layer.
     """
     modules = dict(model.named_modules())
-    found = _matching(modules, _ROUTER) or _matching(modules, _BLOCK)
-    if not found:
+    names_of_routers = _matching(modules, _ROUTER) or _matching(modules, _BLOCK)
+    if not names_of_routers:
         raise ConfigurationError(
             f"{_own_name(model)} has no routers: no module whose class is named "
             f"...Router, ...Gate or ...MoE. Replay is for mixtures of experts; leave "
             f"it out, or name the classes like that."
         )
-    routers = [_describe(name, modules[name], model) for name in found]
-    layers = [each.layer for each in routers]
+    routers = [_describe(name, modules[name], model) for name in names_of_routers]
+    layers = [router.layer for router in routers]
     if len(set(layers)) < len(layers):
-        twice = next(each for each in layers if layers.count(each) > 1)
-        names = [each.name for each in routers if each.layer == twice]
+        layer = next(number for number in layers if layers.count(number) > 1)
+        names = [router.name for router in routers if router.layer == layer]
         raise ConfigurationError(
-            f"Layer {twice} of {_own_name(model)} has several routers, "
+            f"Layer {layer} of {_own_name(model)} has several routers, "
             f"{' and '.join(names)}, and servers report one; replay is not possible."
         )
-    return tuple(sorted(routers, key=lambda each: each.layer))
+    return tuple(sorted(routers, key=lambda router: router.layer))
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:
-    """Returns the layers of a model, and the experts that routers choose for a token.
+    """Returns the layers of a model, and the number of chosen experts per token.
 
     Raises:
-        ConfigurationError: if its configuration does not tell.
+        ConfigurationError: if its configuration lacks them.
     """
     config: Any = getattr(model, "config", None)
     text: Any = None if config is None else config.get_text_config()
@@ -107,11 +107,9 @@ def _matching(modules: dict[str, nn.Module], pattern: re.Pattern[str]) -> list[s
 
 
 def _own_name(module: nn.Module) -> str:
-    """Returns the name of a module's class, of which FSDP2 makes one of its own."""
+    """Returns the name of a module's class; FSDP2 derives a class from it."""
     kinds = [
-        each
-        for each in type(module).__mro__
-        if not each.__module__.startswith("torch.")
+        cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")
     ]
     return (kinds or [type(module)])[0].__name__
 
@@ -139,19 +137,19 @@ def _describe(name: str, module: nn.Module, model: nn.Module) -> Router:
 
 def _first_int(names: tuple[str, ...], *places: Any) -> int | None:
     values = (getattr(place, name, None) for place in places for name in names)
-    return next((each for each in values if isinstance(each, int)), None)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 class Choose(TorchFunctionMode):
-    """Makes a router choose experts that are given, where it chooses.
+    """Makes a router choose the given experts.
 
     Args:
-        router: whose forward runs under this mode.
-        experts: int64 ``(tokens, chosen)``; a row of -1 is left to the router.
+        router: the router whose forward runs under this mode.
+        experts: int64 ``(tokens, chosen)``; the router itself chooses for rows of -1.
 
     Attributes:
-        own (Tensor): bool ``(tokens,)``, whether the router alone had chosen the same
-            set; None until it has chosen.
+        own (Tensor): bool ``(tokens,)``, whether the router's own choice is the same
+            set; None before its choice.
     """
 
     def __init__(self, router: Router, experts: Tensor) -> None:
@@ -190,16 +188,16 @@ class Choose(TorchFunctionMode):
                 f"and the model was given {len(self._experts)}; replay is for forward "
                 f"passes over whole sequences, without a KV cache."
             )
-        wanted = self._experts.view(shape)
-        same = (wanted.sort(-1).values == result.indices.sort(-1).values).all(-1)
-        self.own = same.view(-1) | self._missing.squeeze(-1)
-        # In its own order, so that the same experts are added up the same way.
-        kept = self.own.view(*shape[:-1], 1)
-        indices = torch.where(kept, result.indices, wanted)
+        experts = self._experts.view(shape)
+        is_same = (experts.sort(-1).values == result.indices.sort(-1).values).all(-1)
+        self.own = is_same.view(-1) | self._missing.squeeze(-1)
+        # In the router's order, so that the same experts are summed in the same order.
+        unchanged = self.own.view(*shape[:-1], 1)
+        indices = torch.where(unchanged, result.indices, experts)
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
     def _topk_groups(self, scores: Tensor, chosen: Any) -> Any:
-        """Returns groups, first those of the experts.
+        """Returns groups, the experts' groups first.
 
         Some models set the scores of other groups to zero, and weigh with them.
         """
@@ -211,14 +209,14 @@ class Choose(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, indices), indices))
 
     def _max(self, scores: Tensor, kwargs: Any, result: Any) -> Any:
-        """Returns the score of the expert whose turn it is."""
+        """Returns the score of the next expert."""
         if not kwargs.get("keepdim") or len(self._turns) == self._experts.shape[-1]:
             return result
-        wanted = self._experts[:, len(self._turns), None]
-        indices = torch.where(self._missing, result.indices, wanted)
+        experts = self._experts[:, len(self._turns), None]
+        indices = torch.where(self._missing, result.indices, experts)
         self._turns.append(result.indices)
         if len(self._turns) == self._experts.shape[-1]:
             chosen = torch.cat(self._turns, -1).sort(-1).values
-            same = (chosen == self._experts.sort(-1).values).all(-1)
-            self.own = same | self._missing.squeeze(-1)
+            is_same = (chosen == self._experts.sort(-1).values).all(-1)
+            self.own = is_same | self._missing.squeeze(-1)
         return torch.return_types.max((scores.gather(-1, indices), indices))

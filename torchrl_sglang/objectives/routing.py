@@ -1,9 +1,9 @@
-"""Replay of routing: the trainer's experts of each token are those of the engine.
+"""Replay of routing: the trainer's experts of each token are the engine's.
 
-An engine and a trainer compute the scores of a router with other kernels, and often in
-other types, so that they choose other experts for some tokens; the log-probs of these
-then differ by far more than rounding. Here the trainer takes the engine's choice, of a
-batch that was collected with ``token_columns=["routed_experts"]``.
+An engine and a trainer compute the scores of a router with different kernels, and often
+in different types, so that they choose different experts for some tokens, whose
+log-probs then differ by far more than rounding. Here the trainer takes the engine's
+choice, from a batch that was collected with ``token_columns=["routed_experts"]``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ EXPERTS = (ROUTED_EXPERTS, "full")
 """Key of the experts of each token in a batch."""
 
 _CHECKPOINTED = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes by which modules of transformers and of PyTorch compute activations again.
-"""
+"""Attributes of modules of transformers and PyTorch that recompute activations."""
 
 _REPLAYS: weakref.WeakKeyDictionary[nn.Module, RoutingReplay] = (
     weakref.WeakKeyDictionary()
@@ -45,11 +44,11 @@ class _Pass:
     """The experts of one forward pass, and of its repetition in the backward pass."""
 
     experts: Tensor
-    """``(tokens, layers, chosen)``, of the tokens of ``ids``."""
+    """``(tokens, layers, chosen)``, for the tokens of ``ids``."""
     ids: Tensor | None
-    """Tokens that they are of; None: they are of the input's positions as they are."""
+    """Tokens of the experts; None: the input's positions."""
     placed: Tensor | None = None
-    """Experts of each position of the input, -1 where there is no token."""
+    """Experts of each position of the input, -1 for padding."""
     counted: set[int] = field(default_factory=set)
     """Layers whose choice was counted."""
 
@@ -59,7 +58,7 @@ class RoutingReplay:
 
     def __init__(self, model: nn.Module) -> None:
         self.routers: tuple[Router, ...] = find_routers(model)
-        """The routers that were found."""
+        """The routers of the model."""
         self._num_layers, self._num_chosen = sizes_of(model)
         self._model = model
         self._pass: ContextVar[_Pass | None] = ContextVar("pass", default=None)
@@ -68,79 +67,79 @@ class RoutingReplay:
         self.reset()
 
     def reset(self) -> None:
-        """Begins to count anew."""
+        """Resets the counts."""
         self._differing: Tensor | float = 0.0
         self._chosen: Tensor | float = 0.0
 
     @property
     def flipped(self) -> float:
-        """Share of choices that the model alone would have made otherwise.
+        """Share of choices in which the model alone would differ.
 
-        Of all tokens and layers of forward passes since :meth:`reset`; reading it waits
-        for the device.
+        Over all tokens and layers of forward passes since :meth:`reset`; reading it
+        waits for the device.
         """
         differing, chosen = self.counts
         return differing / max(chosen, 1.0)
 
     @property
     def counts(self) -> tuple[float, float]:
-        """Choices that differ, and all of them, as for :attr:`flipped`."""
+        """Number of differing choices, and of all, as for :attr:`flipped`."""
         return float(self._differing), float(self._chosen)
 
     @contextmanager
     def using(
         self, experts: TensorDictBase | Tensor, key: NestedKey = EXPERTS
     ) -> Iterator[None]:
-        """Replays in forward passes inside of it, and in their backward passes.
+        """Replays in forward passes in its block, and in their backward passes.
 
         Args:
-            experts: a batch with ``("routed_experts", "full")`` and the tokens that the
-                model is given, padded or packed, in the order of the batch; or integers
+            experts: a batch with ``("routed_experts", "full")`` and the model's input
+                tokens, padded or packed, in the order of the batch; or integers
                 ``(*input_ids.shape, layers, chosen)``. Where they are -1, the router
                 chooses.
-            key: of the experts in a batch.
+            key: key of the experts in a batch.
 
         Raises:
-            ConfigurationError: if the batch has none, or they are of another number of
-                layers.
+            ConfigurationError: if the batch has none, or their number of layers
+                differs.
         """
         if isinstance(experts, Tensor):
-            found = _Pass(experts=experts, ids=None)
+            routed = _Pass(experts=experts, ids=None)
         else:
-            found = _read(experts, key)
-        self._check(found.experts)
-        with self._set(found):
+            routed = _read(experts, key)
+        self._check(routed.experts)
+        with self._set(routed):
             yield
 
     @contextmanager
     def _set(self, value: _Pass | None) -> Iterator[None]:
-        before = self._pass.set(value)
+        token = self._pass.set(value)
         try:
             yield
         finally:
-            self._pass.reset(before)
+            self._pass.reset(token)
 
     def _check(self, experts: Tensor) -> None:
-        wanted = self._num_layers, self._num_chosen
-        if experts.dtype.is_floating_point or tuple(experts.shape[-2:]) != wanted:
+        sizes = self._num_layers, self._num_chosen
+        if experts.dtype.is_floating_point or tuple(experts.shape[-2:]) != sizes:
             raise ConfigurationError(
                 f"The experts are {experts.dtype} of shape {tuple(experts.shape)}, and "
-                f"the model has {wanted[0]} layers and chooses {wanted[1]} experts: "
-                f"give integers (..., {wanted[0]}, {wanted[1]}). Do the servers serve "
+                f"the model has {sizes[0]} layers and chooses {sizes[1]} experts: "
+                f"give integers (..., {sizes[0]}, {sizes[1]}). Do the servers serve "
                 f"this model?"
             )
-        most = min(router.num_experts for router in self.routers)
-        if experts.numel() and int(experts.max()) >= most:
+        num_experts = min(router.num_experts for router in self.routers)
+        if experts.numel() and int(experts.max()) >= num_experts:
             raise ConfigurationError(
                 f"A token has the expert {int(experts.max())}, and the model has "
-                f"{most}, from 0 on. Do the servers serve this model?"
+                f"{num_experts}, from 0 on. Do the servers serve this model?"
             )
 
     def _place(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Gives each position of the input its experts."""
-        found = self._pass.get()
+        """Assigns experts to each position of the input."""
+        routed = self._pass.get()
         self._passes += 1
-        if found is None:
+        if routed is None:
             return
         self._replayed += 1
         # Checkpointing may have been enabled since the last pass.
@@ -152,16 +151,16 @@ class RoutingReplay:
                 "replay needs token ids."
             )
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        experts = found.experts.to(ids.device)
-        if found.ids is None:
+        experts = routed.experts.to(ids.device)
+        if routed.ids is None:
             if experts.shape[:-2] != ids.shape:
                 raise ConfigurationError(
                     f"The experts are of shape {tuple(experts.shape)}, and input_ids "
                     f"of {tuple(ids.shape)}: give them for each token of input_ids."
                 )
-            found.placed = experts.flatten(0, -3)
+            routed.placed = experts.flatten(0, -3)
         else:
-            found.placed = _align(experts, found.ids.to(ids.device), ids, mask)
+            routed.placed = _align(experts, routed.ids.to(ids.device), ids, mask)
 
     def _route(self, router: Router) -> Any:
         """Returns a forward of a router that chooses the experts of the pass."""
@@ -169,15 +168,15 @@ class RoutingReplay:
 
         @wraps(original)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found = self._pass.get()
-            if found is None or found.placed is None:
+            routed = self._pass.get()
+            if routed is None or routed.placed is None:
                 return original(*args, **kwargs)
             if router.in_turn and router.module.training:
                 raise ConfigurationError(
                     f"The router {router.name} draws experts at random in training "
                     f"mode, which no replay is of; call model.eval()."
                 )
-            with Choose(router, found.placed[:, router.layer].long()) as mode:
+            with Choose(router, routed.placed[:, router.layer].long()) as mode:
                 output = original(*args, **kwargs)
             if mode.own is None:
                 raise ConfigurationError(
@@ -185,9 +184,9 @@ class RoutingReplay:
                     f"{router.num_experts} experts by topk, so that its choice cannot "
                     f"be replaced; replay is not possible for this model."
                 )
-            if router.layer not in found.counted:
-                found.counted.add(router.layer)
-                real = found.placed[:, router.layer, 0] >= 0
+            if router.layer not in routed.counted:
+                routed.counted.add(router.layer)
+                real = routed.placed[:, router.layer, 0] >= 0
                 self._differing = self._differing + (~mode.own).sum()
                 self._chosen = self._chosen + real.sum()
             return output
@@ -195,16 +194,16 @@ class RoutingReplay:
         return forward
 
     def _bind(self, checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a checkpoint whose repetition replays the same pass again."""
+        """Returns a checkpoint function whose recomputation replays the same pass."""
 
         @wraps(checkpoint)
         def bound(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found = self._pass.get()
+            routed = self._pass.get()
 
             def run(*inputs: Any, **options: Any) -> Any:
                 # A backward pass may come after the block.
-                with ExitStack() as stack, self._set(found):
-                    if found is not None and _REPLAYS.get(self._model) is not self:
+                with ExitStack() as stack, self._set(routed):
+                    if routed is not None and _REPLAYS.get(self._model) is not self:
                         self._bind_routers(stack)
                     return function(*inputs, **options)
 
@@ -217,8 +216,8 @@ class RoutingReplay:
         for module in self._model.modules():
             for name in _CHECKPOINTED:
                 function = vars(module).get(name)
-                own = getattr(function, "__replay__", None) is self
-                if callable(function) and not own:
+                is_bound = getattr(function, "__replay__", None) is self
+                if callable(function) and not is_bound:
                     _replace(self._stack, module, name, self._bind(function))
 
     def _bind_routers(self, stack: ExitStack) -> None:
@@ -249,29 +248,29 @@ class RoutingReplay:
 
 @contextmanager
 def replay_routing(model: Any) -> Iterator[RoutingReplay]:
-    """Makes a model use the experts that the engine has used, of the tokens of a batch.
+    """Makes a model use the experts that the engine used for a batch's tokens.
 
     A mixture of experts chooses some experts for each token and layer. Engine and
-    trainer, which compute in other ways, choose differently here and there, and such a
-    token's log-prob is of another function than the one that it was sampled from. With
-    this, routers choose what the engine reported. The weights of the experts come from
-    the router's own scores, so that it is trained as ever.
+    trainer, with different kernels, sometimes choose differently, and such a token's
+    log-prob is of another function than at sampling. Here, routers choose the experts
+    that the engine reported. The weights of the experts come from the router's own
+    scores, so that it is trained as usual.
 
-    Inside the block, the model replays where it is told the experts: by
-    :meth:`~RoutingReplay.using`, by a wrapper that was given here instead of its model,
-    and by the losses of this package; elsewhere, its routers choose. A backward pass
-    that computes activations again (gradient checkpointing) replays those of its
-    forward pass, also after the block.
+    Inside the block, the model replays given experts: from
+    :meth:`~RoutingReplay.using`, from a wrapper that was given here instead of its
+    model, and from the losses of this package; otherwise, its routers choose. A
+    backward pass that recomputes activations (gradient checkpointing) replays the
+    experts of its forward pass, also after the block.
 
-    Experts come from ``token_columns=["routed_experts"]``; what the server did not
-    report, as of the last token, is left to the router.
+    Experts come from ``token_columns=["routed_experts"]``; the router chooses for
+    unreported tokens, such as the last.
 
     Args:
         model: a model of transformers, also with PEFT or FSDP2, or the
             ``TransformersWrapper`` around it.
 
     Yields:
-        RoutingReplay: which counts the choices that differ.
+        RoutingReplay: the replay, which counts differing choices.
 
     Raises:
         ConfigurationError: if the model's routers are not found.
@@ -299,7 +298,7 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
 
 
 def replaying(actor: Any, batch: TensorDictBase) -> AbstractContextManager[None]:
-    """Replays the experts of a batch, if the routing of the actor is replayed at all.
+    """Replays the experts of a batch, if the actor's routing is replayed at all.
 
     Args:
         actor: a wrapper, or a model.
@@ -329,12 +328,12 @@ def _reading(replay: RoutingReplay, forward: Callable[..., Any]) -> Any:
 
 def _replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
     """Sets an attribute of an object until the stack ends."""
-    own = vars(place)
-    if name in own:
-        stack.callback(own.__setitem__, name, own[name])
+    attributes = vars(place)
+    if name in attributes:
+        stack.callback(attributes.__setitem__, name, attributes[name])
     else:
-        stack.callback(own.pop, name, None)
-    own[name] = value
+        stack.callback(attributes.pop, name, None)
+    attributes[name] = value
 
 
 def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
@@ -353,26 +352,26 @@ def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
     tokens, masks = rows_of(batch, TOKENS), rows_of(batch, ATTENTION_MASK)
     if tokens is None:
         raise ConfigurationError(f"The batch has no {TOKENS!r}, which experts are of.")
-    masks = [torch.ones_like(each) for each in tokens] if masks is None else masks
+    masks = [torch.ones_like(ids) for ids in tokens] if masks is None else masks
     rows = list(zip(experts, tokens, masks, strict=True))
-    for each, ids, _ in rows:
-        if len(each) != len(ids):
+    for row, ids, _ in rows:
+        if len(row) != len(ids):
             raise ConfigurationError(
-                f"{key!r} has the experts of {len(each)} tokens for a sequence of "
+                f"{key!r} has the experts of {len(row)} tokens for a sequence of "
                 f"{len(ids)}; they must be of the same tokens."
             )
     return _Pass(
-        experts=torch.cat([each[mask.bool()] for each, _, mask in rows]),
+        experts=torch.cat([row[mask.bool()] for row, _, mask in rows]),
         ids=torch.cat([ids[mask.bool()] for _, ids, mask in rows]),
     )
 
 
 def _align(experts: Tensor, tokens: Tensor, ids: Tensor, mask: Any) -> Tensor:
-    """Returns the experts of each position, -1 where it is not a token of the batch.
+    """Returns the experts of each position, -1 outside of the batch's tokens.
 
     Args:
         experts: ``(tokens, layers, chosen)``.
-        tokens: their ids, one sequence after the other.
+        tokens: their ids, in order of the sequences.
         ids: the model's input.
         mask: the model's attention mask.
 
@@ -382,10 +381,10 @@ def _align(experts: Tensor, tokens: Tensor, ids: Tensor, mask: Any) -> Tensor:
     where = torch.ones_like(ids, dtype=torch.bool)
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         where = mask.bool()
-    found = ids[where]
-    if found.shape != tokens.shape or not torch.equal(found, tokens):
+    given_ids = ids[where]
+    if given_ids.shape != tokens.shape or not torch.equal(given_ids, tokens):
         raise ConfigurationError(
-            f"The model was given {len(found)} tokens, which are not the "
+            f"The model was given {len(given_ids)} tokens, which are not the "
             f"{len(tokens)} of the batch in their order, so that their experts are not "
             f"known; give the model the tokens of the batch."
         )

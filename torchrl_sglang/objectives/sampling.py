@@ -1,4 +1,4 @@
-"""Log-probs of padded logits, over the supports that tokens were drawn from."""
+"""Log-probs of padded logits, over the sampling supports of tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrl_sglang.objectives.support import (
 from torchrl_sglang.objectives.token_terms import check_ids, pieces, token_terms
 
 _DRAWN: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
-"""What the tokens of the batch that an actor is given were drawn from."""
+"""Sampling distributions of the actor's current batch."""
 
 
 def padded_terms(
@@ -40,20 +40,20 @@ def padded_terms(
 ) -> PackedTokens:
     """Runs an actor's model on padded sequences, as :func:`.packed_terms` on a row.
 
-    Log-probs are computed in float32 whatever the type of the logits, in the memory of
-    the logits.
+    Log-probs are computed in float32 for any type of logits, in the memory of the
+    logits.
 
     Args:
-        actor: scores tokens.
+        actor: an actor that scores tokens.
         tokens: ``(sequences, longest)``, padded on the left.
-        real: which of them are tokens, likewise.
-        mask: which of these are wanted, likewise.
-        entropy: whether entropies are.
-        sampling: what all tokens were drawn from, likewise. Defaults to None: the whole
-            vocabulary at temperature 1.
+        real: bool, false for padding.
+        mask: bool, the tokens to score.
+        entropy: whether to compute entropies.
+        sampling: sampling distributions of all tokens, likewise. Defaults to None: the
+            whole vocabulary at temperature 1.
 
     Raises:
-        ConfigurationError: if a wanted token is not in its support.
+        ConfigurationError: if a scored token is not in its support.
     """
     _, logits = actor._model_forward_with_padded_sequences(
         tokens,
@@ -62,7 +62,7 @@ def padded_terms(
         logits_only=True,
         **actor.generate_kwargs,
     )
-    # After the pass, which other ranks take part in: they are told of an error then.
+    # After the pass, a collective: other ranks then receive an error.
     drawn = None if sampling is None else sampling.of(mask, tokens)
     log_probs, entropies = token_terms(
         logits.flatten(0, 1),
@@ -96,45 +96,45 @@ class _Restrict(torch.autograd.Function):
 
 
 def _restrict(values: Tensor, tokens: Tensor, sampling: Drawn, rest: float) -> None:
-    """Divides values by temperatures, and sets those outside of the supports."""
+    """Divides values by temperatures, and overwrites values outside of the supports."""
     flat = values.view(-1, values.shape[-1])
     for piece in pieces(flat.shape[-1], tokens, sampling):
-        found, rows = piece.read(flat, flat.dtype), piece.rows
+        values_of_piece, rows = piece.read(flat, flat.dtype), piece.rows
         if piece.ids is None:
-            flat[rows] = found.to(flat.dtype)
+            flat[rows] = values_of_piece.to(flat.dtype)
             continue
         assert isinstance(rows, Tensor)
         assert piece.real is not None
         flat.index_fill_(0, rows, rest)
         owners = rows.unsqueeze(-1).expand_as(piece.ids)
-        flat[owners[piece.real], piece.ids[piece.real]] = found[piece.real].to(
-            flat.dtype
-        )
+        flat[owners[piece.real], piece.ids[piece.real]] = values_of_piece[
+            piece.real
+        ].to(flat.dtype)
 
 
 @contextmanager
 def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]:
-    """Makes an actor's distributions those that the tokens of a batch were drawn from.
+    """Makes an actor's distributions equal the sampling distributions of a batch.
 
     It is for TorchRL's losses, and for :class:`.OffPolicyCorrection` with an actor; the
-    losses of this package need no help. A reference's actor, in a block of its own,
-    gives ``RetrieveLogProb`` log-probs of the same distributions.
+    losses of this package do not need it. A reference's actor, in its own block, gives
+    ``RetrieveLogProb`` log-probs of the same distributions.
 
     Inside the block, log-probs, logits and distributions of the actor have a token's
     logits divided by its temperature, and -inf for tokens that top-k, top-p and min-p
-    left out, where the batch has ``"sampling_support"`` and ``"sampling_temperature"``,
-    as those of ``logprobs_mode="behaviour"`` have. A batch without these is computed as
-    ever. The logits are changed in place, in their own type.
+    excluded, if the batch has ``"sampling_support"`` and ``"sampling_temperature"``, as
+    from ``logprobs_mode="behaviour"``. Other batches are computed as usual. The logits
+    are changed in place, in their own type.
 
     Args:
-        actor: scores tokens: ``input_mode="tokens"``, ``generate=False`` and
+        actor: an actor of tokens: ``input_mode="tokens"``, ``generate=False`` and
             ``pad_model_input=True``.
 
     Yields:
         TransformersWrapper: the actor.
 
     Raises:
-        ConfigurationError: if it is no such actor, or a token is not in its support.
+        ConfigurationError: if it is another actor, or a token is not in its support.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper
@@ -158,23 +158,23 @@ def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]
     def restrict_and_compute(
         output: Any, input_ids: Tensor, *args: Any, **kw: Any
     ) -> Any:
-        found = _DRAWN.get()
-        if found is not None:
-            output = {"logits": _before(output["logits"], input_ids, found)}
+        drawn = _DRAWN.get()
+        if drawn is not None:
+            output = {"logits": _before(output["logits"], input_ids, drawn)}
         return compute(output, input_ids, *args, **kw)
 
-    own, names = vars(actor), ("forward", "_compute_log_probs_from_model_output")
-    # Of a replay of routing, for instance.
-    before = {name: own[name] for name in names if name in own}
-    own |= dict(zip(names, (read_and_forward, restrict_and_compute), strict=True))
+    state, names = vars(actor), ("forward", "_compute_log_probs_from_model_output")
+    # Such as patches of a replay of routing.
+    patched = {name: state[name] for name in names if name in state}
+    state |= dict(zip(names, (read_and_forward, restrict_and_compute), strict=True))
     ACTORS.add(actor)
     try:
         yield actor
     finally:
         ACTORS.discard(actor)
         for name in names:
-            del own[name]
-        own |= before
+            del state[name]
+        state |= patched
 
 
 def _check_actor(actor: Any) -> None:
@@ -202,7 +202,7 @@ def _check_actor(actor: Any) -> None:
 
 
 def _of_batch(batch: TensorDictBase) -> Drawn | None:
-    """Returns what tokens were drawn from, at all places."""
+    """Returns the sampling distributions of tokens, at all positions."""
     sampling = read_sampling(batch)
     if sampling is None:
         return None
@@ -210,14 +210,14 @@ def _of_batch(batch: TensorDictBase) -> Drawn | None:
     mask = read(batch, ATTENTION_MASK, padding_value=False)
     assert tokens is not None
     real = torch.ones_like(tokens).bool() if mask is None else mask.bool()
-    # Nothing is before the first token of a sequence.
-    wanted = real & (real.cumsum(-1) > 1)
-    found = sampling.of(wanted, tokens)
-    return None if found is None else found.place(wanted)
+    # The first token of a sequence has no context.
+    scored = real & (real.cumsum(-1) > 1)
+    drawn = sampling.of(scored, tokens)
+    return None if drawn is None else drawn.place(scored)
 
 
 def _before(logits: Tensor, input_ids: Tensor, sampling: Drawn) -> Tensor:
-    """Restricts a model's logits, which are each of the next token."""
+    """Restricts a model's logits, which predict the next token."""
     check_ids(sampling.ids, logits.shape[-1])
     following = Drawn(
         temperatures=sampling.temperatures.view_as(input_ids).roll(-1, 1).flatten(),
@@ -225,7 +225,7 @@ def _before(logits: Tensor, input_ids: Tensor, sampling: Drawn) -> Tensor:
         ids=sampling.ids,
     )
     tokens = input_ids.roll(-1, 1).flatten()
-    found: Tensor = _Restrict.apply(  # type: ignore[no-untyped-call]
+    restricted: Tensor = _Restrict.apply(  # type: ignore[no-untyped-call]
         logits.contiguous(), tokens, following
     )
-    return found
+    return restricted

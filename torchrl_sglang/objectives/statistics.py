@@ -1,7 +1,7 @@
-"""Statistics of a batch that add up over its parts, and over the ranks that share it.
+"""Batch statistics that are additive over parts, and over ranks that share it.
 
-A mean of means, or a maximum of one rank, is not that of the batch: what is added up
-are the sums that a statistic is computed from.
+A mean of means, or a maximum of a rank, differs from the batch's: the underlying sums
+are added up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def mean(values: Tensor, mask: Tensor) -> Statistic:
 
 
 def weighted_mean(value: Tensor, weight: Tensor) -> Statistic:
-    """Mean of the values of several parts, of which this one counts by its weight."""
+    """Mean of the values of several parts; each part counts by its weight."""
     value = value.detach()
     return _statistic(value, [value * weight, weight.expand_as(value)], _ratio)
 
@@ -84,8 +84,8 @@ def sample_deviation(values: Tensor, mask: Tensor) -> Statistic:
 
 def largest(values: Tensor, mask: Tensor) -> Statistic:
     """Largest value of a mask; zero where it is empty."""
-    found = _statistic(values, [masked_max(values, mask)], _largest)
-    return replace(found, is_maximum=True)
+    statistic = _statistic(values, [masked_max(values, mask)], _largest)
+    return replace(statistic, is_maximum=True)
 
 
 def smallest(values: Tensor, mask: Tensor) -> Statistic:
@@ -96,37 +96,37 @@ def smallest(values: Tensor, mask: Tensor) -> Statistic:
 def add_up(
     total: Mapping[str, Statistic], part: Mapping[str, Statistic]
 ) -> dict[str, Statistic]:
-    """Returns the statistics of parts of a batch and of one part more."""
+    """Returns the statistics of earlier parts of a batch and a further part."""
     return {name: total[name] + s if name in total else s for name, s in part.items()}
 
 
 def of_all_ranks(statistics: Iterable[Statistic], ranks: LossRanks) -> list[Statistic]:
-    """Returns the statistics of the parts of all ranks, each of which calls this."""
-    found = list(statistics)
+    """Returns the statistics over the parts of all ranks; a collective call."""
+    reduced = list(statistics)
     if ranks.size == 1:
-        return found
+        return reduced
     operations = {False: dist.ReduceOp.SUM, True: dist.ReduceOp.MAX}
     for is_maximum, operation in operations.items():
-        places = [i for i, each in enumerate(found) if each.is_maximum is is_maximum]
+        places = [i for i, s in enumerate(reduced) if s.is_maximum is is_maximum]
         if not places:
             continue
-        terms = [found[place].terms for place in places]
-        flat = ranks.reduce(torch.cat([each.flatten() for each in terms]), operation)
-        pieces = torch.split(flat, [each.numel() for each in terms])
+        terms = [reduced[place].terms for place in places]
+        flat = ranks.reduce(torch.cat([term.flatten() for term in terms]), operation)
+        pieces = torch.split(flat, [term.numel() for term in terms])
         for place, old, new in zip(places, terms, pieces, strict=True):
-            found[place] = replace(found[place], terms=new.view_as(old))
-    return found
+            reduced[place] = replace(reduced[place], terms=new.view_as(old))
+    return reduced
 
 
 def values_of(statistics: Mapping[str, Statistic]) -> dict[str, Tensor]:
     """Returns the value of each statistic."""
-    return {name: each.value for name, each in statistics.items()}
+    return {name: statistic.value for name, statistic in statistics.items()}
 
 
 def _statistic(
     values: Tensor, terms: list[Tensor], finish: Callable[[Tensor], Tensor]
 ) -> Statistic:
-    exact = torch.stack([each.detach().double() for each in terms])
+    exact = torch.stack([term.detach().double() for term in terms])
     return Statistic(terms=exact, finish=finish, dtype=values.dtype)
 
 

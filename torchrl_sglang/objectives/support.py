@@ -2,7 +2,7 @@
 
 ``logprobs_mode="behaviour"`` records the temperature of each token and its support, the
 tokens that top-k, top-p and min-p left. Log-probs of the trainer are comparable with
-those that were recorded if they are of the same temperature and support.
+the recorded log-probs at the same temperature and support.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchrl_sglang.objectives.columns import TOKENS, read, rows_of
 from torchrl_sglang.requests.token_columns import SAMPLING_SUPPORT
 
 SUPPORT = (SAMPLING_SUPPORT, "full")
-"""Key of the ids of the support of each token, one token's after the other's."""
+"""Key of the concatenated support ids of the tokens."""
 
 COUNTS = (SAMPLING_SUPPORT, "full_counts")
 """Key of the size of each token's support; 0: the whole vocabulary."""
@@ -31,7 +31,7 @@ TEMPERATURES = ("sampling_temperature", "full")
 """Key of the temperature of each token."""
 
 SAMPLING_KEYS = (SAMPLING_SUPPORT, TEMPERATURES[0])
-"""Columns of a batch that say what its tokens were drawn from."""
+"""Columns of a batch with the sampling distributions of its tokens."""
 
 ACTORS: weakref.WeakSet[Any] = weakref.WeakSet()
 """Actors whose distributions are those of the sampler."""
@@ -41,25 +41,25 @@ _told: set[str] = set()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """The distributions that tokens were drawn from."""
+    """The sampling distributions of tokens."""
 
     temperatures: Tensor
-    """Of each token."""
+    """Temperature of each token."""
     counts: Tensor
     """Size of each token's support, of the same shape; 0: the whole vocabulary."""
     ids: Tensor
-    """The supports, one token's after the other's."""
+    """The concatenated supports of the tokens."""
 
     def of(self, wanted: Tensor, tokens: Tensor) -> Drawn | None:
-        """Returns those of some tokens; None if the model's own are the same.
+        """Returns the distributions of some tokens; None if they equal the model's.
 
         Args:
-            wanted: bool, of the shape of the temperatures.
-            tokens: that were drawn, of this shape.
+            wanted: bool, in the shape of the temperatures.
+            tokens: the sampled tokens, in this shape.
 
         Raises:
-            ConfigurationError: if one of them is not in its support, or the columns are
-                of other tokens.
+            ConfigurationError: if a token is not in its support, or the columns have
+                another shape.
         """
         for key, values in ((TEMPERATURES, self.temperatures), (COUNTS, self.counts)):
             if values.shape != wanted.shape:
@@ -70,13 +70,13 @@ class Drawn:
         temperatures, counts = self.temperatures[wanted], self.counts[wanted]
         if _are_neutral(temperatures, counts):
             return None
-        kept = wanted.flatten().repeat_interleave(self.counts.flatten())
-        found = Drawn(temperatures=temperatures, counts=counts, ids=self.ids[kept])
-        found._check(tokens[wanted])
-        return found
+        selected = wanted.flatten().repeat_interleave(self.counts.flatten())
+        drawn = Drawn(temperatures=temperatures, counts=counts, ids=self.ids[selected])
+        drawn._check(tokens[wanted])
+        return drawn
 
     def place(self, wanted: Tensor) -> Drawn:
-        """Returns these, of the tokens of a mask, for all of its places, flat."""
+        """Scatters the distributions of masked tokens to all positions, flat."""
         places = wanted.flatten()
         temperatures = self.temperatures.new_ones(places.shape)
         counts = self.counts.new_zeros(places.shape)
@@ -87,7 +87,7 @@ class Drawn:
         )
 
     def _check(self, tokens: Tensor) -> None:
-        """Refuses tokens that their own supports do not have, once each."""
+        """Refuses tokens that are not, exactly once, in their support."""
         drawn = tokens.repeat_interleave(self.counts) == self.ids
         owner = torch.arange(len(tokens), device=tokens.device)
         owner = owner.repeat_interleave(self.counts)
@@ -113,17 +113,16 @@ class Drawn:
 
 
 def read_sampling(batch: TensorDictBase) -> Drawn | None:
-    """Returns what the tokens of a batch were drawn from, ``(B, T)``.
+    """Returns the sampling distributions of a batch's tokens, ``(B, T)``.
 
     Args:
-        batch: of ``logprobs_mode="behaviour"``, or of another mode.
+        batch: a batch of ``logprobs_mode="behaviour"``, or of another mode.
 
     Returns:
-        Drawn: None if the batch does not say both temperatures and supports, or all
-            of them are the model's own.
+        Drawn: None if the batch lacks temperatures or supports, or all are neutral.
 
     Raises:
-        ConfigurationError: if a support has more or fewer ids than it says.
+        ConfigurationError: if a support's size differs from its count.
     """
     batch = _completed(batch)
     temperatures = read(batch, TEMPERATURES, padding_value=1.0)
@@ -145,10 +144,10 @@ def read_sampling(batch: TensorDictBase) -> Drawn | None:
 
 
 def _completed(batch: TensorDictBase) -> TensorDictBase:
-    """Returns a batch all of whose rows say what their tokens were drawn from.
+    """Adds neutral distributions to rows that lack them.
 
-    Rows of another mode among those of ``"behaviour"`` have log-probs of the whole
-    vocabulary at temperature 1, and are such rows.
+    Rows of other modes among rows of ``"behaviour"`` have log-probs of the whole
+    vocabulary at temperature 1.
     """
     if not isinstance(batch, LazyStackedTensorDict) or batch.batch_dims != 1:
         return batch
@@ -157,18 +156,18 @@ def _completed(batch: TensorDictBase) -> TensorDictBase:
     have = [all(row.get(key, None) is not None for key in keys) for row in rows]
     if all(have) or not any(have):
         return batch
-    found = [row if has else _neutral(row) for row, has in zip(rows, have, strict=True)]
-    return LazyStackedTensorDict(*found)
+    rows = [row if has else _neutral(row) for row, has in zip(rows, have, strict=True)]
+    return LazyStackedTensorDict(*rows)
 
 
 def _neutral(row: TensorDictBase) -> TensorDictBase:
     """Returns a row whose tokens were drawn from the model's own distribution."""
     tokens = row[TOKENS]
-    others = row.exclude(*SAMPLING_KEYS)
-    others[TEMPERATURES] = torch.ones_like(tokens, dtype=torch.float32)
-    others[COUNTS] = torch.zeros_like(tokens, dtype=torch.int64)
-    others[SUPPORT] = tokens.new_zeros(0)
-    return others
+    neutral = row.exclude(*SAMPLING_KEYS)
+    neutral[TEMPERATURES] = torch.ones_like(tokens, dtype=torch.float32)
+    neutral[COUNTS] = torch.zeros_like(tokens, dtype=torch.int64)
+    neutral[SUPPORT] = tokens.new_zeros(0)
+    return neutral
 
 
 def _are_neutral(temperatures: Tensor, counts: Tensor) -> bool:
@@ -177,17 +176,17 @@ def _are_neutral(temperatures: Tensor, counts: Tensor) -> bool:
 
 def _trim(row: Tensor, size: int) -> Tensor:
     """Returns the ids of a row without padding."""
-    found = row if len(row) == size else row[row >= 0]
-    if len(found) != size:
+    ids = row if len(row) == size else row[row >= 0]
+    if len(ids) != size:
         raise ConfigurationError(
-            f"{SUPPORT!r} has {len(found)} ids in a row whose {COUNTS!r} are {size} in "
+            f"{SUPPORT!r} has {len(ids)} ids in a row whose {COUNTS!r} are {size} in "
             f"all; pad it with -1, or not at all."
         )
-    return found
+    return ids
 
 
 def replays_sampling(actor: Any) -> bool:
-    """Whether an actor's distributions are those of the sampler."""
+    """Returns whether an actor's distributions are the sampler's."""
     return actor in ACTORS
 
 
@@ -197,11 +196,11 @@ def warn_of_sampling(batch: TensorDictBase) -> None:
         return
     batch = _completed(batch)
     temperatures, counts = rows_of(batch, TEMPERATURES), rows_of(batch, COUNTS)
-    found = {
+    modified = {
         "a temperature": _any(temperatures, lambda row: row != 1),
         "top-k, top-p or min-p": _any(counts, lambda row: row > 0),
     }
-    named = " and ".join(name for name, holds in found.items() if holds)
+    named = " and ".join(name for name, holds in modified.items() if holds)
     if named:
         _told.add(named)
         warnings.warn(

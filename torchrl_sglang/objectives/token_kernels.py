@@ -1,7 +1,7 @@
-"""What :mod:`.token_terms` computes, in one pass over the logits of each token.
+"""Fused kernels for :mod:`.token_terms`: a single pass over each token's logits.
 
-Written in Triton, which PyTorch's builds for CUDA bring. It reads logits once where
-PyTorch's own operations read and write them several times, in float32.
+Written in Triton, which CUDA builds of PyTorch include. The kernels read logits once,
+in float32; PyTorch's own operations read and write them several times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ImportError:
     triton = None
 
 _BLOCK = 4096
-"""Logits of a token that are computed with at once."""
+"""Logits of a token per step."""
 
 
 if triton is not None:
@@ -36,24 +36,24 @@ if triton is not None:
         row = tl.program_id(0)
         begin = logits + row.to(tl.int64) * stride
         scale = tl.load(scales + row)
-        most = tl.full((), float("-inf"), tl.float32)
-        # Of the exponentials, and of each times its logit.
+        largest = tl.full((), float("-inf"), tl.float32)
+        # Sums of the exponentials, and of their products with the logits.
         total = tl.zeros((), tl.float32)
         moment = tl.zeros((), tl.float32)
         for start in range(0, width, block_size):
             place = start + tl.arange(0, block_size)
             value = tl.load(begin + place, place < width, float("-inf"))
             value = value.to(tl.float32) * scale
-            new = tl.maximum(most, tl.max(value, 0))
-            # Nothing but -inf so far: there is no difference to take.
+            new = tl.maximum(largest, tl.max(value, 0))
+            # Only -inf so far: no difference exists.
             base = tl.where(new == float("-inf"), 0.0, new)
             part = tl.exp(value - base)
-            shrunk = tl.exp(most - base)
+            shrunk = tl.exp(largest - base)
             total = total * shrunk + tl.sum(part, 0)
             weighted = tl.where(part > 0, part * value, 0.0)
             moment = moment * shrunk + tl.sum(weighted, 0)
-            most = new
-        log_sum = most + tl.log(total)
+            largest = new
+        log_sum = largest + tl.log(total)
         chosen = tl.load(begin + tl.load(tokens + row)).to(tl.float32) * scale
         tl.store(log_probs + row, chosen - log_sum)
         tl.store(log_sums + row, log_sum)
@@ -73,10 +73,10 @@ if triton is not None:
         log_prob = value.to(tl.float32) * scale - tl.load(log_sums + row)
         prob = tl.exp(log_prob)
         surprise = tl.where(prob > 0, log_prob + tl.load(entropies + row), 0.0)
-        found = tl.where(place == tl.load(tokens + row), weight, 0.0)
-        found -= prob * (weight + spread * surprise)
-        found = (found * scale).to(logits.dtype.element_ty)
-        tl.store(begin + place, found, place < width)
+        gradient = tl.where(place == tl.load(tokens + row), weight, 0.0)
+        gradient -= prob * (weight + spread * surprise)
+        gradient = (gradient * scale).to(logits.dtype.element_ty)
+        tl.store(begin + place, gradient, place < width)
 
 
 def fits(logits: Tensor) -> bool:
@@ -94,16 +94,16 @@ def fits(logits: Tensor) -> bool:
 
 @functools.cache
 def _work(device: int) -> bool:
-    """Tries the kernels once; without a C compiler Triton has none."""
+    """Tries the kernels once: without a C compiler Triton fails."""
     if triton is None:
         return False
     try:
         logits = torch.zeros(1, 2, device=f"cuda:{device}")
         index = torch.zeros(1, dtype=torch.int64, device=logits.device)
         scales = torch.ones(1, device=logits.device)
-        found = forward(logits, index, scales)
-        backward(logits, index, scales, found[1:], scales, scales)
-    except Exception as error:  # noqa: BLE001 - Triton's own, a compiler's, a driver's.
+        outputs = forward(logits, index, scales)
+        backward(logits, index, scales, outputs[1:], scales, scales)
+    except Exception as error:  # noqa: BLE001 - From Triton, a compiler or a driver.
         torchrl_logger.warning(
             "Log-probs are computed by PyTorch's operations, which takes longer: "
             "Triton does not work here: %s",
@@ -135,7 +135,7 @@ class _FusedTokenTerms(torch.autograd.Function):
         if not ctx.with_entropy:
             of_entropy = torch.zeros_like(of_entropy)
         backward(logits, tokens, scales, sums, of_log_prob, of_entropy)
-        # PyTorch does not see what kernels write: a second backward() is to be refused.
+        # PyTorch does not track kernel writes: a second backward() has to be refused.
         increment_version(logits)
         return logits, None, None, None
 
@@ -143,7 +143,7 @@ class _FusedTokenTerms(torch.autograd.Function):
 def fused_token_terms(
     logits: Tensor, tokens: Tensor, temperatures: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns what :func:`.token_terms` does, where :func:`fits` says so.
+    """Computes :func:`.token_terms` for logits that pass :func:`fits`.
 
     Args:
         logits: ``(tokens, vocabulary)``.
@@ -154,10 +154,10 @@ def fused_token_terms(
     scales = torch.ones(len(tokens), device=logits.device)
     if temperatures is not None:
         scales /= temperatures
-    found: tuple[Tensor, Tensor] = _FusedTokenTerms.apply(  # type: ignore[no-untyped-call]
+    terms: tuple[Tensor, Tensor] = _FusedTokenTerms.apply(  # type: ignore[no-untyped-call]
         logits, tokens, scales, entropy
     )
-    return found
+    return terms
 
 
 def forward(
@@ -168,17 +168,17 @@ def forward(
     Args:
         logits: ``(tokens, vocabulary)``.
         tokens: ``(tokens,)``.
-        scales: ``(tokens,)`` in float32, which logits are multiplied with.
+        scales: ``(tokens,)`` in float32, factors of the logits.
     """
     count, width = logits.shape
-    found = torch.empty(3, count, dtype=torch.float32, device=logits.device).unbind()
+    outputs = torch.empty(3, count, dtype=torch.float32, device=logits.device).unbind()
     if count:
         with torch.cuda.device(logits.device):
             _sums[(count,)](
-                logits, tokens, scales, *found, width, logits.stride(0),
+                logits, tokens, scales, *outputs, width, logits.stride(0),
                 block_size=_BLOCK,
             )  # fmt: skip
-    log_probs, log_sums, entropies = found
+    log_probs, log_sums, entropies = outputs
     return log_probs, log_sums, entropies
 
 
@@ -203,9 +203,9 @@ def backward(
     count, width = logits.shape
     if not count:
         return
-    given = (each.contiguous().float() for each in (of_log_prob, of_entropy))
+    gradients = (g.contiguous().float() for g in (of_log_prob, of_entropy))
     with torch.cuda.device(logits.device):
         _gradients[(count, triton.cdiv(width, _BLOCK))](
-            logits, tokens, scales, *sums, *given, width, logits.stride(0),
+            logits, tokens, scales, *sums, *gradients, width, logits.stride(0),
             block_size=_BLOCK,
         )  # fmt: skip

@@ -16,42 +16,42 @@ from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_kernels import fits, fused_token_terms
 
 _NUMBERS_AT_ONCE = 2**26
-"""Logits that are computed with at once, which bounds what is copied: 256 MB."""
+"""Logits per step, which bounds the copied memory: 256 MB."""
 
 _LEAST = -1e4
-"""A log-prob whose probability is zero."""
+"""A log-prob with probability zero."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rows of the logits that are computed with at once."""
+    """Rows of the logits that are computed in one step."""
 
     rows: slice | Tensor
     chosen: Tensor
-    """``(rows, 1)``: the column of each row's token, among those that are read."""
+    """``(rows, 1)``: the column of each row's token, among the read columns."""
     temperatures: Tensor | None = None
     """``(rows, 1)``; None: 1."""
     ids: Tensor | None = None
-    """``(rows, most)``: the columns of each row's support; None: all columns."""
+    """``(rows, largest)``: the columns of each row's support; None: all columns."""
     real: Tensor | None = None
-    """Which of the ids are of the support; the others are there to fill a row."""
+    """Mask of the ids; the others fill up a row."""
 
     def read(self, logits: Tensor, kind: torch.dtype) -> Tensor:
-        """Returns logits of the distributions, which nobody may write to."""
+        """Returns logits of the distributions; read-only for callers."""
         if self.ids is None:
-            found = logits[self.rows]
+            values = logits[self.rows]
         else:
             assert isinstance(self.rows, Tensor)
-            found = logits[self.rows.unsqueeze(-1), self.ids]
+            values = logits[self.rows.unsqueeze(-1), self.ids]
         if self.temperatures is None:
-            return found
-        found = found.to(kind) / self.temperatures
-        return found if self.real is None else found.masked_fill_(~self.real, -inf)
+            return values
+        values = values.to(kind) / self.temperatures
+        return values if self.real is None else values.masked_fill_(~self.real, -inf)
 
     def write(
         self, logits: Tensor, probs: Tensor, factor: Tensor, of_chosen: Tensor
     ) -> None:
-        """Writes the gradient over the logits; the probabilities' memory is used."""
+        """Overwrites ``logits`` with their gradient, in place; clobbers ``probs``."""
         if self.temperatures is not None:
             factor, of_chosen = (
                 factor / self.temperatures,
@@ -62,14 +62,16 @@ class Piece:
             torch.mul(probs, factor, out=logits[self.rows])
             logits[self.rows].scatter_(-1, self.chosen, of_chosen)
             return
-        found = probs.mul_(factor).to(logits.dtype).scatter_(-1, self.chosen, of_chosen)
+        gradient = (
+            probs.mul_(factor).to(logits.dtype).scatter_(-1, self.chosen, of_chosen)
+        )
         if self.ids is None:
-            logits[self.rows] = found
+            logits[self.rows] = gradient
             return
         assert self.real is not None
         logits.index_fill_(0, self.rows, 0)
         rows = self.rows.unsqueeze(-1).expand_as(self.ids)
-        logits[rows[self.real], self.ids[self.real]] = found[self.real]
+        logits[rows[self.real], self.ids[self.real]] = gradient[self.real]
 
 
 class _TokenTerms(torch.autograd.Function):
@@ -87,7 +89,7 @@ class _TokenTerms(torch.autograd.Function):
         log_probs = torch.empty(len(tokens), dtype=kind, device=logits.device)
         entropies = torch.zeros_like(log_probs)
         for piece in pieces(logits.shape[-1], tokens, sampling):
-            # One kernel also converts: what is read and written is what this costs.
+            # A single kernel also converts: the cost is in reads and writes.
             values = piece.read(logits, kind).log_softmax(-1, dtype=kind)
             log_probs[piece.rows] = values.gather(-1, piece.chosen).squeeze(-1)
             if with_entropy:
@@ -133,8 +135,8 @@ def token_terms(
     The distribution of a token is the softmax of its logits, divided by its
     temperature, over its support.
 
-    The gradient is written over the logits, which therefore have one, and nobody else
-    may read them afterwards.
+    The gradient overwrites the logits, which therefore need one, and must not be read
+    afterwards.
 
     Args:
         logits: ``(tokens, vocabulary)``.
@@ -147,13 +149,13 @@ def token_terms(
         tuple: two tensors ``(tokens,)``, in float32 at least.
 
     Raises:
-        ConfigurationError: if a support has an id that the vocabulary has not.
+        ConfigurationError: if a support has an id outside of the vocabulary.
 
     Examples:
-        >>> found, entropies = token_terms(
+        >>> log_probs, entropies = token_terms(
         ...     torch.tensor([[1.0, 1.0]]), torch.tensor([0]), entropy=True
         ... )
-        >>> found.exp(), entropies
+        >>> log_probs.exp(), entropies
         (tensor([0.5000]), tensor([0.6931]))
     """
     if sampling is not None:
@@ -161,10 +163,10 @@ def token_terms(
     if fits(logits) and (sampling is None or not sampling.ids.numel()):
         temperatures = None if sampling is None else sampling.temperatures
         return fused_token_terms(logits, tokens, temperatures, entropy=entropy)
-    found: tuple[Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
+    terms: tuple[Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
         logits, tokens, entropy, sampling
     )
-    return found
+    return terms
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:
@@ -179,12 +181,12 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece]:
-    """Yields rows that are computed with at once, each row once.
+    """Yields groups of rows to compute in one step, each row once.
 
     Args:
-        width: of the vocabulary.
-        tokens: of the rows.
-        sampling: what they were drawn from, or None.
+        width: size of the vocabulary.
+        tokens: tokens of the rows.
+        sampling: their sampling distributions, or None.
     """
     chosen = tokens.unsqueeze(-1)
     if sampling is None:
@@ -196,21 +198,25 @@ def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece
         for rows in _cut(len(tokens), width):
             yield Piece(rows=rows, chosen=chosen[rows], temperatures=temperatures[rows])
         return
-    whole = (sampling.counts == 0).nonzero().squeeze(-1)
-    for part in _cut(len(whole), width):
-        own = whole[part]
-        yield Piece(rows=own, chosen=chosen[own], temperatures=temperatures[own])
+    unrestricted = (sampling.counts == 0).nonzero().squeeze(-1)
+    for part in _cut(len(unrestricted), width):
+        index = unrestricted[part]
+        yield Piece(
+            rows=index,
+            chosen=chosen[index],
+            temperatures=temperatures[index],
+        )
     yield from _supported(tokens, sampling)
 
 
 def _supported(tokens: Tensor, sampling: Drawn) -> Iterator[Piece]:
-    """Yields the rows that have a support, as wide as the largest one."""
+    """Yields the rows with a support, in the width of the largest support."""
     counts = sampling.counts
-    starts, most = counts.cumsum(0) - counts, int(counts.max())
-    places = torch.arange(most, device=counts.device)
+    starts, largest = counts.cumsum(0) - counts, int(counts.max())
+    places = torch.arange(largest, device=counts.device)
     supported = counts.nonzero().squeeze(-1)
-    # Ids have twice the size of what is computed with them.
-    for part in _cut(len(supported), 2 * most):
+    # Ids have twice the size of the values.
+    for part in _cut(len(supported), 2 * largest):
         rows = supported[part]
         real = places < counts[rows].unsqueeze(-1)
         index = (starts[rows].unsqueeze(-1) + places).clamp_max(len(sampling.ids) - 1)
@@ -226,7 +232,7 @@ def _supported(tokens: Tensor, sampling: Drawn) -> Iterator[Piece]:
 
 
 def _cut(count: int, width: int) -> Iterator[slice]:
-    """Yields rows of so many numbers that they may be computed with at once."""
+    """Yields slices of rows that fit into one step."""
     size = max(1, _NUMBERS_AT_ONCE // width)
     for begin in range(0, count, size):
         yield slice(begin, begin + size)

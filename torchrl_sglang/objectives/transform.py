@@ -41,29 +41,28 @@ Aggregation = Literal["token_mean", "prompt_mean", "none"]
 
 
 class OffPolicyCorrection(Transform):
-    """Corrects a batch for the gap between the policy that sampled and the trainer's.
+    """Corrects a batch for the gap between the rollout policy and the trainer's.
 
     Called on a batch, or attached to a replay buffer, whose samples it corrects, it
-    returns a batch with which TorchRL's ``GRPOLoss`` has exactly the gradient of the
+    returns a batch for which TorchRL's ``GRPOLoss`` has exactly the gradient of the
     chosen formula:
 
     - weights multiply the advantage, which becomes one value per token. The clipped
-      objective is proportional to the advantage, so that this is the same as weighting
-      the objective;
-    - tokens that are rejected get a NaN log-prob. ``GRPOLoss`` leaves them out of the
-      loss and of its denominators;
-    - in decoupled mode the log-probs become those of the old (proximal) policy;
-    - with ``aggregation="prompt_mean"``, sequences without a token left do not count,
-      as in verl, although the loss divides by all: the advantage makes up for it.
+      objective is proportional to the advantage, so this equals a weighted objective;
+    - rejected tokens get a NaN log-prob. ``GRPOLoss`` excludes them from the loss and
+      its denominators;
+    - in decoupled mode the log-probs become the old (proximal) policy's;
+    - with ``aggregation="prompt_mean"``, sequences without remaining tokens do not
+      count, as in verl, although the loss divides by all: the advantage compensates.
 
-    The batch that goes in is not changed. Correct the batch of one optimizer step, not
-    a larger one: denominators are those of the batch, and
-    :meth:`.CorrectedGRPOLoss.accumulate` takes parts of what was corrected. ``metrics``
+    The input batch is not changed. Correct the batch of one optimizer step, not a
+    larger batch: denominators are over the batch, and
+    :meth:`.CorrectedGRPOLoss.accumulate` takes parts of a corrected batch. ``metrics``
     has verl's metrics of the last batch.
 
-    Log-probs that are NaN or infinite are unknown; these tokens are left out. A batch
-    in which every token was masked since it was written, as what is too old by
-    ``on_stale="mask"``, has zero weight.
+    NaN or infinite log-probs are unknown; these tokens are excluded. A batch in which
+    every token was masked after sampling, such as stale tokens by ``on_stale="mask"``,
+    has zero weight.
 
     Args:
         config: a :class:`.RolloutCorrectionConfig`, or the name of one of its presets.
@@ -75,31 +74,31 @@ class OffPolicyCorrection(Transform):
         train_log_probs_key: the trainer's log-probs of ``("tokens", "full")``, if there
             is no ``actor_network``; TorchRL's ``RetrieveLogProb`` writes them. Defaults
             to ``("train_log_probs", "full")``.
-        log_probs_key: the engine's log-probs of ``("tokens", "full")``; what the loss
-            reads, and what is replaced. Defaults to ``("log_probs", "full")``.
+        log_probs_key: the engine's log-probs of ``("tokens", "full")``; read by the
+            loss, and replaced here. Defaults to ``("log_probs", "full")``.
         advantage_key: of shape ``(B, 1, 1)`` or ``(B, T, 1)``. Defaults to
             ``"advantage"``.
         version_key: versions of the response's tokens, ``(Lr,)`` for each row, or one
             for each row, such as ``("next", "policy_version")``. Defaults to
             ``"token_policy_version"``, which an :class:`.AsyncLLMCollector` writes.
-            Others have the servers' own versions,
-            ``("generation_info", "weight_version")``.
+            Other collectors have the servers' own versions, ``("generation_info",
+            "weight_version")``.
         consumer_version: version of the trainer's weights in the same count, for
             ``max_staleness`` and ``proximal="interpolated"``: the collector's
             ``policy_version``, or ``int(engine.weight_version)`` for the servers' own
-            versions. An attribute to be set after each update, as that of TorchRL's
+            versions. An attribute to set after each update, as in TorchRL's
             ``StalenessAwareSampler``. Defaults to None.
         process_group: the ranks of the trainer that each have a share of the batch, and
             call this together, as for :meth:`.CorrectedGRPOLoss.accumulate`; a
-            :class:`.Learner` sets it. Denominators, means and ``metrics`` are those of
-            the whole batch. An attribute, too. Defaults to None: this rank has the
-            whole batch.
+            :class:`.Learner` sets it. Denominators, means and ``metrics`` are over the
+            whole batch. An attribute, too. Defaults to None: this rank has the whole
+            batch.
 
     Raises:
-        ConfigurationError: if the configuration is not valid, a batch lacks a column
-            that a method needs, or no token that the policy wrote has a log-prob.
-        NotFiniteError: if the advantage of a token of the loss is NaN or infinite, on
-            any rank.
+        ConfigurationError: if the configuration is not valid, a batch lacks a column of
+            a method, or no token of the policy has a log-prob.
+        NotFiniteError: if the advantage of a loss token is NaN or infinite, on any
+            rank.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -152,7 +151,7 @@ class OffPolicyCorrection(Transform):
 
     @property
     def actor_network(self) -> Any:
-        """What computes the trainer's log-probs; None if they are read."""
+        """Actor of the trainer's log-probs; None if they are read from the batch."""
         return self._actor[0]
 
     @property
@@ -188,7 +187,7 @@ class OffPolicyCorrection(Transform):
         return tensordict
 
     def _read(self, batch: TensorDictBase) -> Sampled:
-        """Returns the columns that the configuration needs."""
+        """Returns the columns of the configuration."""
         rollout = read(batch, self.log_probs_key, padding_value=0.0)
         if rollout is None:
             raise ConfigurationError(
@@ -215,7 +214,7 @@ class OffPolicyCorrection(Transform):
     def _train_log_probs(
         self, batch: TensorDictBase, shape: torch.Size
     ) -> tuple[Tensor | None, Tensor]:
-        """Returns the trainer's log-probs, if needed or there, and the loss's mask."""
+        """Returns the trainer's log-probs, if needed or present, and the loss mask."""
         (actor,) = self._actor
         if actor is not None and self.config.needs_train_log_probs:
             if not replays_sampling(actor):

@@ -287,10 +287,8 @@ def _check_arguments(
                 f"{UNUSABLE_ARGUMENTS[name]}."
             )
         if name not in described["arguments"]:
-            suggestion = nearest(name, described["arguments"])
-            hint = (
-                f"did you mean {suggestion!r}?" if suggestion else "see its RouterArgs."
-            )
+            guess = nearest(name, described["arguments"])
+            hint = f"did you mean {guess!r}?" if guess else "see its RouterArgs."
             raise ConfigurationError(
                 f"{name!r} is not an argument of sglang-router "
                 f"{described['version']}; {hint}"

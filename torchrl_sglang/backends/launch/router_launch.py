@@ -46,6 +46,6 @@ def serve(path: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "describe":
-        print(json.dumps(describe()))  # Read by the parent process.
+        print(json.dumps(describe()))  # noqa: T201 - Read by the parent process.
     else:
         serve(sys.argv[-1])

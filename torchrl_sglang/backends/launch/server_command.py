@@ -429,11 +429,9 @@ def check_names(arguments: Mapping[str, Any], flags: Mapping[str, ServerFlag]) -
         if not flags or name in flags or to_python(value) is False:
             continue
         # argparse would accept a prefix of a name.
-        suggestion = nearest(name, [*OF_THE_ENGINE, *flags, *ARGUMENTS])
-        hint = (
-            f"did you mean {suggestion!r}?" if suggestion else "see SGLang's own list."
-        )
-        if suggestion == name:
+        guess = nearest(name, [*OF_THE_ENGINE, *flags, *ARGUMENTS])
+        hint = f"did you mean {guess!r}?" if guess else "see SGLang's own list."
+        if guess == name:
             hint = "give it to AsyncSGLang.from_pretrained()."
         raise ConfigurationError(
             f"{name!r} is not an argument of this SGLang's server; {hint}"
