@@ -1,4 +1,4 @@
-"""Runs agents: programs that talk to a gateway, a session for each."""
+"""Runs agents: programs that talk to a gateway, each in its own session."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def run_agents(
     max_concurrent: int,
     timeout: float,
 ) -> list[list[Session]]:
-    """Returns the sessions of each task; one whose agent failed is left out.
+    """Returns the sessions of each task, without failed agents.
 
     Raises:
         GatewayError: if all agents failed; the first failure is its cause.
@@ -76,7 +76,7 @@ async def run_agents(
         for _ in range(group_size)
     ]
     try:
-        found = await together(runs)
+        sessions = await together(runs)
     finally:
         blocking.close()
     if failures and len(failures) == len(runs):
@@ -84,8 +84,8 @@ async def run_agents(
             f"All {len(runs)} agents failed, the first run of {name!r} with "
             f"{describe(failures[0])}."
         ) from failures[0]
-    groups = (found[i : i + group_size] for i in range(0, len(runs), group_size))
-    return [[each for each in group if each is not None] for group in groups]
+    groups = (sessions[i : i + group_size] for i in range(0, len(runs), group_size))
+    return [[session for session in group if session is not None] for group in groups]
 
 
 async def _run_in_session(
@@ -96,7 +96,7 @@ async def _run_in_session(
     blocking: BlockingCalls,
     timeout: float,
 ) -> Session:
-    """Returns the session that an agent has run in, with its reward."""
+    """Runs an agent in a new session; returns the session with its reward."""
     session = gateway.session(group=group)
     try:
         reward = await run_agent(
@@ -120,11 +120,11 @@ async def run_agent(
     blocking: BlockingCalls,
     seconds: float,
 ) -> float | None:
-    """Runs an agent in its session and returns the reward that it returns.
+    """Runs an agent in its session and returns its reward.
 
     Raises:
-        CallTimeoutError: if it takes longer than so many seconds.
-        ConfigurationError: if it returns no reward.
+        CallTimeoutError: if it exceeds ``seconds``.
+        ConfigurationError: if its result is not a reward.
     """
     reward = await blocking.call(
         agent, task, base_url=session.base_url, api_key=session.key, seconds=seconds

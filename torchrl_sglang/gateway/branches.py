@@ -1,4 +1,4 @@
-"""Why a turn goes on from no earlier one, or from one that others go on from. Pure."""
+"""Reasons why a turn continues no earlier turn, or branches from a shared one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ BranchReason: TypeAlias = Literal[
     "reasoning",
     "template",
 ]
-"""``"start"``: the first turn of its session. ``"conversation"``: it begins with other
-messages than all turns. ``"again"``: the prompt of an earlier turn. ``"fork"``: another
-turn goes on from the same one in another way. ``"settings"``: other tools or variables
-of the template. ``"message"``: the client says another message than before.
-``"response"``, ``"calls"``, ``"reasoning"``: it says another text, other calls or other
-reasoning than the model wrote. ``"template"``: the chat template renders the earlier
-turn in other words now."""
+"""``"start"``: the first turn of its session. ``"conversation"``: its first messages
+differ from all turns. ``"again"``: the prompt of an earlier turn. ``"fork"``: another
+turn continues the same turn differently. ``"settings"``: other tools or template
+variables. ``"message"``: the client has changed a message. ``"response"``, ``"calls"``,
+``"reasoning"``: the client has changed the model's text, calls or reasoning.
+``"template"``: the chat template now renders the earlier turn differently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,33 +33,33 @@ class Branch:
     """The reason for which a turn begins a branch."""
 
     reason: BranchReason
-    """A word for counting."""
+    """Category of the reason."""
     text: str
-    """What is different from which turn, as a sentence."""
+    """The difference and the turn, as a sentence."""
 
 
 START = Branch(reason="start", text="It is the first turn of the session.")
 
 
 def again(number: int) -> Branch:
-    """Returns that a turn has the prompt of another one."""
+    """Returns the reason for a repeated prompt."""
     return Branch(reason="again", text=f"It is the prompt of turn {number} once more.")
 
 
 def forked(number: int) -> Branch:
-    """Returns that a turn goes on from the same one as another."""
+    """Returns the reason for a second continuation of a turn."""
     return Branch(reason="fork", text=f"It goes on in another way than turn {number}.")
 
 
 def other_text(number: int) -> Branch:
-    """Returns that a text begins with no earlier one."""
+    """Returns the reason for a text without an earlier prefix."""
     text = f"It is another text than that of turn {number}, or an earlier one."
     return Branch(reason="conversation", text=text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """A turn that a request is compared with."""
+    """A turn to compare a request with."""
 
     number: int
     """Number of the turn."""
@@ -69,11 +68,11 @@ class Known:
     same_settings: bool
     """Whether it has the tools and template variables of the request."""
     shared: int = 0
-    """Leading messages that the request's prompt is joined to."""
+    """Leading messages that the request's prompt shares with it."""
 
 
 def nearest(known: Sequence[Known], given: Sequence[Message]) -> Branch:
-    """Returns why a conversation does not go on from the turn that it is most alike to.
+    """Returns why a conversation does not continue its most similar turn.
 
     Args:
         known: turns, the likeliest first.
@@ -81,9 +80,9 @@ def nearest(known: Sequence[Known], given: Sequence[Message]) -> Branch:
 
     Examples:
         >>> hi = {"role": "user", "content": "Hi"}
-        >>> said = {"role": "assistant", "content": "Hello"}
-        >>> turn = Known(number=0, messages=[hi, said], same_settings=True)
-        >>> nearest([turn], [hi, {**said, "content": "Hallo"}, hi]).reason
+        >>> reply = {"role": "assistant", "content": "Hello"}
+        >>> turn = Known(number=0, messages=[hi, reply], same_settings=True)
+        >>> nearest([turn], [hi, {**reply, "content": "Hallo"}, hi]).reason
         'response'
     """
     shared = [common(turn.messages, given) for turn in known]
@@ -98,16 +97,16 @@ def nearest(known: Sequence[Known], given: Sequence[Message]) -> Branch:
 
 
 def _explain(turn: Known, given: Sequence[Message], length: int) -> Branch:
-    """Returns why a conversation, whose leading messages a turn has, is a branch."""
-    own, name = turn.messages, f"turn {turn.number}"
-    ended = length in (len(own), len(given))
-    if ended and not turn.same_settings:
+    """Returns why a conversation branches after its common prefix with a turn."""
+    messages, name = turn.messages, f"turn {turn.number}"
+    is_prefix = length in (len(messages), len(given))
+    if is_prefix and not turn.same_settings:
         return Branch(
             reason="settings",
             text=f"The tools or the template's variables are not those of {name}.",
         )
-    if length == len(own):
-        if changes(own, given[:length]) is None:
+    if length == len(messages):
+        if changes(messages, given[:length]) is None:
             return Branch(
                 reason="reasoning",
                 text=f"The reasoning is not what the model wrote up to {name}.",
@@ -116,36 +115,36 @@ def _explain(turn: Known, given: Sequence[Message], length: int) -> Branch:
             reason="template",
             text=f"The chat template renders {name} in other words than the model's.",
         )
-    if length == len(own) - 1 == len(given):
+    if length == len(messages) - 1 == len(given):
         return again(turn.number)
-    is_within_prompt = length < len(own) - 1
+    is_within_prompt = length < len(messages) - 1
     if length == len(given) or (turn.shared and is_within_prompt):
         return forked(turn.number)
-    return _differs(own, given, length, name)
+    return _differs(messages, given, length, name)
 
 
 def _differs(
     own: Sequence[Message], given: Sequence[Message], index: int, name: str
 ) -> Branch:
-    """Returns how two conversations differ in the first message that they do not share.
+    """Returns the difference in the first message that two conversations do not share.
 
-    It is compared with what the model wrote, if the client could know that.
+    It is compared with the model's message, if the client could have seen that.
     """
-    mine, other = own[index], given[index]
+    expected, other = own[index], given[index]
     where = f"messages[{index}] is not what {name} has"
-    if mine["role"] != "assistant":
+    if expected["role"] != "assistant":
         if all(message["role"] == "system" for message in own[:index]):
             return Branch(
                 reason="conversation",
                 text=f"It begins with other messages than {name}.",
             )
-        return Branch(reason="message", text=f"{where}: {_message(mine, other)}.")
+        return Branch(reason="message", text=f"{where}: {_message(expected, other)}.")
     if other["role"] != "assistant":
         return Branch(reason="response", text=f"{where}: the response was left out.")
-    calls, said = (_calls(message) for message in (mine, other))
-    if calls != said:
-        return Branch(reason="calls", text=f"{where}: {_calls_text(calls, said)}.")
-    return Branch(reason="response", text=f"{where}: {_text(mine, other)}.")
+    calls, edited = (_calls(message) for message in (expected, other))
+    if calls != edited:
+        return Branch(reason="calls", text=f"{where}: {_calls_text(calls, edited)}.")
+    return Branch(reason="response", text=f"{where}: {_text(expected, other)}.")
 
 
 def _message(mine: Message, other: Message) -> str:
@@ -169,9 +168,9 @@ def _calls_text(mine: Sequence[str], other: Sequence[str]) -> str:
 
 
 def _text(mine: Message, other: Message) -> str:
-    own, given = mine["content"].strip(), other["content"].strip()
-    if not given:
+    text, client_text = mine["content"].strip(), other["content"].strip()
+    if not client_text:
         return "the text was left out"
-    if given.startswith(own):
+    if client_text.startswith(text):
         return "text was put behind the model's, which a token had ended"
     return "the text is another"

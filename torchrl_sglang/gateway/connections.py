@@ -1,4 +1,4 @@
-"""Bounds of connections whose clients have not shown a key."""
+"""Limits on connections whose clients have not presented a key."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from aiohttp import web
 from torchrl_sglang.support.log import torchrl_logger
 
 HEADER_SECONDS = 30.0
-"""Time that a new connection has for the headers of a request with a key."""
+"""Timeout of a new connection for the headers of a request with a key."""
 
 MOST_STRANGERS = 256
-"""Most connections without a key; the oldest one makes room for a new one."""
+"""Most connections without a key; a new connection replaces the oldest."""
 
 SHARE_OF_FILES = 0.25
-"""Share of the process's open files that connections without a key may be: the trainer
+"""Largest share of the process's open files for connections without a key: the trainer
 needs files, too."""
 
 _TURNS_TO_ACCEPT = 3
-"""Turns of asyncio's loop until an application knows a connection that is accepted."""
+"""Iterations of asyncio's loop before an application knows an accepted connection."""
 
 _NO_FILES = "socket.accept() out of system resource"
-"""Message of asyncio for a connection that is not accepted, once a second."""
+"""Message of asyncio for a connection that cannot be accepted, once a second."""
 
 
 class Strangers:
-    """Connections whose clients have not shown a key. Used from one event loop only."""
+    """Connections whose clients have not presented a key, for one event loop."""
 
     def __init__(self) -> None:
         # Time at which each was accepted.
@@ -41,13 +41,13 @@ class Strangers:
         self._accepted[connection] = loop.time()
         loop.call_later(HEADER_SECONDS, self._close, connection)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        most = min(MOST_STRANGERS, int(files * SHARE_OF_FILES))
-        if len(self._accepted) > most:
-            self._make_room(loop.time(), most)
+        limit = min(MOST_STRANGERS, int(files * SHARE_OF_FILES))
+        if len(self._accepted) > limit:
+            self._make_room(loop.time(), limit)
         return connection
 
     def know(self, request: web.Request) -> None:
-        """Removes a connection, whose client has a key or may do without."""
+        """Removes a connection whose client has a key or needs none."""
         self._accepted.pop(request.protocol, None)
 
     def __contains__(self, request: web.Request) -> bool:
@@ -55,7 +55,7 @@ class Strangers:
 
     def _make_room(self, now: float, most: int) -> None:
         for connection, accepted in list(self._accepted.items()):
-            # One that was accepted just now has no transport yet.
+            # A newly accepted connection has no transport yet.
             if connection.transport is None and now - accepted > 1:
                 del self._accepted[connection]
         for connection in list(self._accepted)[: max(len(self._accepted) - most, 0)]:
@@ -64,7 +64,7 @@ class Strangers:
                 connection.force_close()
 
     def _close(self, connection: web.RequestHandler) -> None:
-        """Closes a connection that is still a stranger's."""
+        """Closes a connection that still has no key."""
         if self._accepted.pop(connection, None) is not None:
             connection.force_close()
 
@@ -74,13 +74,13 @@ STRANGERS = web.AppKey("strangers", Strangers)
 
 
 class BoundedSite(web.BaseSite):
-    """Listens, and has an application's strangers bounded.
+    """Listens, and limits an application's connections without a key.
 
     Args:
-        runner: of the application.
+        runner: runner of the application.
         host: address to listen on.
-        port: 0 for a free one.
-        strangers: of the application.
+        port: 0 for a free port.
+        strangers: the application's.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class BoundedSite(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Stops listening; the runner closes the connections that it knows then.
+        """Stops listening; the runner then closes the connections that it knows.
 
         asyncio loses the socket of a connection whose server closes between its
         ``accept()`` and its transport, so accepting ends first.
@@ -128,7 +128,7 @@ class LoopErrors:
     def __call__(
         self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]
     ) -> None:
-        """Handles an error, as ``loop.set_exception_handler`` has it."""
+        """Handles an error, in the signature of ``loop.set_exception_handler``."""
         if context.get("message") != _NO_FILES:
             loop.default_exception_handler(context)
         elif not self._has_logged:

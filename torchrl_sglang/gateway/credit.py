@@ -1,4 +1,4 @@
-"""Which turns are trained, and what rewards are worth to them. Pure."""
+"""Rules for trained turns, and the returns of their rewards."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torchrl_sglang.errors import ConfigurationError
 
 TrainedRule: TypeAlias = Callable[[Any], bool]
-"""Says of a :class:`.Turn` whether it is trained."""
+"""Returns whether a :class:`.Turn` is trained."""
 
 MOST_REWARD = torch.finfo(torch.float32).max
-"""Rows hold rewards as float32, in which more is infinite."""
+"""Largest reward: rows hold float32."""
 
 
 def every_turn(turn: Any) -> bool:
@@ -24,15 +24,14 @@ def every_turn(turn: Any) -> bool:
 
 
 def trained_rule(given: Any) -> TrainedRule:
-    """Returns the rule that an argument ``trained`` stands for.
+    """Returns the rule for an argument ``trained``.
 
     Args:
         given: a function of a turn, a regular expression that a turn's whole ``model``
             matches, or None for all turns.
 
-    Raises:
-        ConfigurationError: if it is none of these. The rule raises it if the function
-            fails, or returns something else than a bool.
+    ConfigurationError: if it is none of these. The rule raises it if the function
+        fails, or does not return a bool.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -91,18 +90,18 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
 
     Args:
         rewards: :math:`r_k` of the turns of a path, in their order.
-        discount: :math:`d`, of a turn.
+        discount: :math:`d`, per turn.
 
     Examples:
         >>> discounted([1.0, 0.0, 4.0], 0.5)
         [2.0, 2.0, 4.0]
     """
-    found: list[float] = []
-    after = 0.0
+    returns: list[float] = []
+    following = 0.0
     for reward in reversed(rewards):
-        after = reward + discount * after
-        found.append(after)
-    return found[::-1]
+        following = reward + discount * following
+        returns.append(following)
+    return returns[::-1]
 
 
 def as_reward(value: Any) -> float:

@@ -1,8 +1,8 @@
-"""What may be told of a response before it is complete. Pure, but for a parser.
+"""Stable prefix of a response before it is complete.
 
-Nothing that is told is ever taken back: texts that could begin a tool call, a stop
-string or the end of reasoning are held until they cannot. The parsers of SGLang's
-servers find reasoning, where it begins and where it ends, as they do in the end.
+Streamed text is never retracted: text that could begin a tool call, a stop string or
+the end of reasoning is held until it cannot. The parsers of SGLang's servers locate
+reasoning, as they do for the complete response.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ CALL_MARKS: Mapping[str, tuple[str, ...]] = {
     "glm45": ("<tool_call>",),
     "glm47": ("<tool_call>",),
     "mimo": ("<tool_call>",),
-    # Also an object of JSON alone is one.
+    # A bare JSON object is a call as well.
     "llama3": ("<|python_tag|>", "{"),
     "mistral": ("[TOOL_CALLS]",),
     "deepseekv3": ("<\uff5ctool",),
     "deepseekv31": ("<\uff5ctool",),
 }
-"""SGLang's name of a parser of tool calls -> texts at which calls begin."""
+"""SGLang's name of a parser of tool calls -> texts at the beginning of calls."""
 
 UNREADABLE = "\ufffd"
-"""What an incomplete character is decoded to."""
+"""Decoded form of an incomplete character."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """What is certain of a response's message."""
+    """Stable part of a response's message."""
 
     reasoning: str = ""
-    """Beginning of the reasoning."""
+    """Stable reasoning."""
     content: str = ""
-    """Beginning of the content; empty while there may be more reasoning."""
+    """Stable content; empty while more reasoning is possible."""
 
     @property
     def message(self) -> dict[str, Any]:
-        """It as an assistant's message."""
-        said: dict[str, Any] = {"role": "assistant", "content": self.content}
-        return said | ({"reasoning_content": self.reasoning} if self.reasoning else {})
+        """The draft as an assistant's message."""
+        reply: dict[str, Any] = {"role": "assistant", "content": self.content}
+        return reply | ({"reasoning_content": self.reasoning} if self.reasoning else {})
 
 
 class Detokenizer:
-    """Decodes tokens that are more each time, and only those that are new.
+    """Incremental decoder of growing token lists.
 
-    A token can change how the one before it is written, so that some are decoded
-    twice. Text in which a character is incomplete waits for the next tokens, and so
-    do tokens of bytes for the first token behind them that is none.
+    A token can change the text of the token before it, so some are decoded twice. Text
+    in which a character is incomplete waits for the next tokens, and so do byte tokens
+    for the first other token behind them.
 
     Args:
         decode: returns the text of tokens.
@@ -76,31 +76,31 @@ class Detokenizer:
         self._text, self._from, self._to = "", 0, 0
 
     def __call__(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of all tokens, as far as it is certain."""
+        """Returns the stable text of all tokens."""
         count = len(token_ids)
         while count > self._to and token_ids[count - 1] in self._byte_tokens:
             count -= 1
         token_ids = token_ids[:count]
-        known = self._decode(token_ids[self._from : self._to])
+        shorter = self._decode(token_ids[self._from : self._to])
         longer = self._decode(token_ids[self._from :])
-        if longer.startswith(known) and not longer.endswith(UNREADABLE):
-            self._text += longer[len(known) :]
+        if longer.startswith(shorter) and not longer.endswith(UNREADABLE):
+            self._text += longer[len(shorter) :]
             self._from, self._to = self._to, len(token_ids)
         return self._text
 
 
 Separate = Callable[[str], Awaitable[tuple[str, str]]]
-"""Returns reasoning and content of a text, as the servers' parser finds them."""
+"""Returns reasoning and content of a text, from the servers' parser."""
 
 
 class DraftReader:
-    """Finds what is certain in a text that grows.
+    """Finds the stable prefix of a growing text.
 
     Args:
-        separate: finds reasoning; ``None``: there is none.
-        reasoning_parser: name of that parser.
+        separate: parser of reasoning; ``None``: there is none.
+        reasoning_parser: name of the parser.
         call_parser: name of the parser of tool calls; ``None``: there are none.
-        stops: texts that end the response, and that it is told without.
+        stops: stop strings, which are removed.
     """
 
     def __init__(
@@ -117,13 +117,13 @@ class DraftReader:
         self._has_calls = call_parser is not None
         self._call_marks = CALL_MARKS.get(call_parser or "")
         self._stops = tuple(stops)
-        # Where reasoning and content begin in the text, once that is known.
+        # Positions of reasoning and content in the text, once they are known.
         self._reasoning_from: int | None = None
         self._reasoning: str | None = None
         self._content_from = 0 if separate is None else None
 
     async def read(self, text: str) -> Draft:
-        """Returns what is certain of a text that is longer than the one before."""
+        """Returns the stable part of a text that extends the last text."""
         text = without_ends(text, self._stops)
         if not self._known:
             return Draft()
@@ -137,16 +137,16 @@ class DraftReader:
         return Draft(reasoning=self._open_reasoning(text))
 
     def _open_reasoning(self, text: str) -> str:
-        """Returns reasoning that has not ended."""
+        """Returns incomplete reasoning."""
         assert self._marks is not None
         assert self._reasoning_from is not None
         shown = _before(text[self._reasoning_from :], self._marks[1:])
         shown = without_ends(shown, self._marks[1:])
-        # The parser may take off what is at its end.
+        # The parser may strip its end.
         return shown.rstrip()
 
     async def _find(self, text: str) -> None:
-        """Finds where reasoning or content begins, if the text tells by now."""
+        """Finds the position of reasoning or content, if the text determines it."""
         assert self._separate is not None
         assert self._marks is not None
         begin, end = self._marks
@@ -156,16 +156,16 @@ class DraftReader:
         if self._reasoning_from is None:
             reasoning, content = await self._separate(held)
             if not reasoning and begin in held:
-                # Empty reasoning is found in the end, one way or another.
+                # Empty reasoning is resolved by the complete response.
                 self._known = False
                 return
             if not reasoning:
-                # No reasoning, as long as none begins in the middle.
+                # No reasoning, unless it begins in the middle.
                 self._content_from = text.find(content) if content else None
                 return
-            behind = held.find(begin)
-            behind = 0 if behind < 0 else behind + len(begin)
-            self._reasoning_from = held.find(reasoning.rstrip(), behind)
+            after_mark = held.find(begin)
+            after_mark = 0 if after_mark < 0 else after_mark + len(begin)
+            self._reasoning_from = held.find(reasoning.rstrip(), after_mark)
             if self._reasoning_from < 0:
                 self._known = False
                 return
@@ -179,28 +179,28 @@ class DraftReader:
             self._content_from = len(text) - len(content.lstrip("\n"))
 
     def _content(self, text: str) -> str:
-        """Returns the content before what may be a call."""
+        """Returns the content before a possible call."""
         if self._separate is not None:
             assert self._marks is not None
-            # Reasoning that begins later would be no content.
+            # Later reasoning is not content.
             text = without_ends(_before(text, self._marks[:1]), self._marks[:1])
         if not self._has_calls:
             return text
         if self._call_marks is None or text[:1].isspace():
             return ""
         text = without_ends(_before(text, self._call_marks), self._call_marks)
-        # Before a call, it is taken off.
+        # Spaces before a call are stripped.
         return text.rstrip()
 
 
 def _before(text: str, marks: Iterable[str]) -> str:
     """Returns a text up to the first mark in it."""
-    found = [place for mark in marks if (place := text.find(mark)) >= 0]
-    return text[: min(found)] if found else text
+    places = [place for mark in marks if (place := text.find(mark)) >= 0]
+    return text[: min(places)] if places else text
 
 
 def without_ends(text: str, marks: Iterable[str]) -> str:
-    """Returns a text without what may be the beginning of a mark, or one, at its end.
+    """Returns a text without a trailing mark or a possible prefix of a mark.
 
     Examples:
         >>> from torchrl_sglang.gateway.drafts import without_ends

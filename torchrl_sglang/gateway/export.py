@@ -1,10 +1,9 @@
-"""Sessions to TorchRL's layout.
+"""Conversion of sessions to TorchRL's layout.
 
-A row is a trajectory: the first prompt, and everything behind it as the response. The
-assistant mask covers the tokens that the policy wrote and that no earlier row has. All
-other log-probs are NaN, so that losses leave these tokens out under each of their
-masking strategies. The rows of a session end with the last one, so that ``MCAdvantage``
-counts sessions.
+A row is a trajectory: the first prompt, and everything after it as the response. The
+assistant mask covers the policy's tokens that no earlier row has. All other log-probs
+are NaN, so that losses exclude these tokens under each of their masking strategies. The
+rows of a session end with the last row, so that ``MCAdvantage`` counts sessions.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CONTAINERS = frozenset(
         *("session", "tokens", "turn_returns", "turn_rewards"),
     }
 )
-"""Columns of a row, beside those of every row of a collector."""
+"""Columns of a row, beside the common columns of a collector's rows."""
 
 
 def to_rows(sessions: Iterable[Session]) -> list[TensorDict]:
@@ -90,14 +89,16 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
     containers = outputs.assemble(
         [sample], (), pad_output=False, padding_value=0, device=None, layouts=layouts
     )
-    known = versions[mask & (versions != NO_VERSION)]
+    written = versions[mask & (versions != NO_VERSION)]
     root: dict[str, Any] = {
         **containers,
         **_turn_rewards(trajectory, length),
         "request": outputs.unchecked(_request(final)),
         "session": outputs.non_tensor(session.name),
         "group": outputs.non_tensor(session.group or session.name),
-        "policy_version": known.min() if known.numel() else torch.tensor(NO_VERSION),
+        "policy_version": written.min()
+        if written.numel()
+        else torch.tensor(NO_VERSION),
         **_ends(value=False),
     }
     reward = 0.0 if trajectory.reward is None else trajectory.reward
@@ -106,16 +107,16 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
 
 
 def _turn_rewards(trajectory: Trajectory, length: int) -> dict[str, torch.Tensor]:
-    """Returns rewards and returns of the tokens behind the first prompt."""
+    """Returns rewards and returns of the tokens after the first prompt."""
     rewards = torch.zeros(trajectory.turns[-1].num_tokens)
     returns = torch.zeros_like(rewards)
     of_turns = zip(trajectory.rewards, trajectory.returns, strict=True)
-    for (_, _, start, end), (own, all_) in zip(
+    for (_, _, start, end), (reward, value) in zip(
         trajectory.spans(), of_turns, strict=True
     ):
-        returns[start:end] = all_
+        returns[start:end] = value
         if end > start:
-            rewards[end - 1] = own
+            rewards[end - 1] = reward
     return {
         "turn_rewards": rewards[length:].clone(),
         "turn_returns": returns[length:].clone(),
@@ -123,7 +124,7 @@ def _turn_rewards(trajectory: Trajectory, length: int) -> dict[str, torch.Tensor
 
 
 def _request(turn: Turn) -> dict[str, Any]:
-    """Returns what is known of the request for a turn, as texts."""
+    """Returns the metadata of a turn's request, as texts."""
     about = {
         "model": turn.model,
         "user": turn.user or "",
@@ -134,29 +135,29 @@ def _request(turn: Turn) -> dict[str, Any]:
 
 
 def _layouts(trajectory: Trajectory) -> list[TokenLayout]:
-    """Returns the forms of the token columns that a turn of it has."""
-    found = {}
+    """Returns the layouts of the token columns in a trajectory."""
+    layouts = {}
     for turn in trajectory.turns:
         for name, values in turn.completion.columns.items():
-            found[name] = values.layout
-    return list(found.values())
+            layouts[name] = values.layout
+    return list(layouts.values())
 
 
 def _column(trajectory: Trajectory, layout: TokenLayout) -> TokenValues:
     """Returns a token column of all tokens of a trajectory.
 
-    Of a token that several turns read, the value is that of the first.
+    A token that several turns read has the value of the first turn.
     """
-    parts, name, known = [], layout.name, 0
+    parts, name, covered = [], layout.name, 0
     for turn, _, start, end in trajectory.spans():
         prompt = turn.completion.prompt_columns.get(name)
         parts += [
-            unknown_values(layout, start - known)
+            unknown_values(layout, start - covered)
             if prompt is None
-            else prompt[known:start],
+            else prompt[covered:start],
             values_of(turn.completion, layout),
         ]
-        known = end
+        covered = end
     return concatenate(parts)
 
 
@@ -169,20 +170,20 @@ def _parts(full: torch.Tensor, length: int) -> dict[str, torch.Tensor]:
 
 
 def _history(trajectory: Trajectory) -> dict[str, Any]:
-    """Returns the conversation; responses are as the model wrote them."""
-    last = trajectory.turns[-1]
+    """Returns the conversation, with responses as the model wrote them."""
+    final = trajectory.turns[-1]
     written = {len(turn.prompt.messages): turn.text for turn in trajectory.turns}
     for turn in trajectory.turns:
-        # Behind a response, a client may have put more.
-        said = (turn.prompt.said or {}).get("content", "")
+        # A client may have extended a response.
+        edited = (turn.prompt.said or {}).get("content", "")
         index = len(turn.prompt.messages) - len(turn.prompt.new_messages) - 1
-        if said and said.startswith(written[index].strip()):
-            written[index] = said
+        if edited and edited.startswith(written[index].strip()):
+            written[index] = edited
     messages: list[TensorDictBase] = [
         outputs.to_message(
             {"role": message["role"], "content": written.get(i, message["content"])}
         )
-        for i, message in enumerate([*last.prompt.messages, last.reply])
+        for i, message in enumerate([*final.prompt.messages, final.reply])
     ]
     first = len(trajectory.turns[0].prompt.messages)
     return {

@@ -1,4 +1,4 @@
-"""Keeps turns in their session, and in a file before."""
+"""Stores turns in their session, after the session file."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torchrl_sglang.gateway.turns import Turn
 
 @dataclass(kw_only=True)
 class TurnCounts:
-    """What was recorded, sessions that were dropped included."""
+    """Counts of recorded turns, including dropped sessions."""
 
     turns: int = 0
     """Responses."""
     tokens: int = 0
     """Their tokens."""
     branches: Counter[BranchReason] = field(default_factory=Counter)
-    """Requests that began a branch, by the reason of it."""
+    """Requests that began a branch, by reason."""
 
     def add(self, turns: Sequence[Turn]) -> None:
         """Counts the turns of one request."""
@@ -50,12 +50,12 @@ class Keeper:
     async def keep(
         self, session: Session, turns: Sequence[Turn], *, new: int = 0
     ) -> None:
-        """Adds turns to their session, and to the store before.
+        """Adds turns to their session, after the store.
 
         Args:
-            session: of the turns.
-            turns: of one request; an earlier one of them may be in the session already.
-            new: how many of them, the last ones, are to be counted.
+            session: session of the turns.
+            turns: turns of one request; earlier ones may be in the session already.
+            new: number of turns to count, from the end.
 
         Raises:
             GatewayError: if the session was dropped, or the store cannot be written.
@@ -63,7 +63,7 @@ class Keeper:
         """
         origin = turns[0].prompt.origin
         with self._lock:
-            # A client that goes on from a turn has seen it.
+            # A client that continues a turn has seen it.
             turns = [*_unkept(session, origin), *turns]
             pinned = turns if origin is None else [origin, *turns]
             session.pinned += pinned
@@ -83,7 +83,7 @@ class Keeper:
                     session.pinned.remove(turn)
 
     async def _save(self, session: Session, turns: Sequence[Turn], new: int) -> None:
-        """Writes turns to the store; none that only a cancelled call has kept."""
+        """Writes turns to the store, and removes them if the call is cancelled."""
         assert self.store is not None
         try:
             await self.store.save_turns(session, turns, new=new)
@@ -98,19 +98,19 @@ class Keeper:
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
         """Removes turns that no client has seen."""
         with self._lock:
-            # Others go on from those that are pinned: their clients have seen them.
+            # Other turns continue pinned ones: their clients have seen them.
             loose = [turn for turn in turns if turn not in session.pinned]
             gone = [turn for turn in loose if session.remove(turn)]
             if self.store is not None and gone:
                 self.store.delete_turns(session, gone)
 
     def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Knows that a client has turns, which stay."""
+        """Records that a client has received turns, so that they remain."""
         if self.store is not None:
             self.store.received(session, turns)
 
     async def unname(self, session: Session, turn: Turn) -> None:
-        """Forgets the name of a turn's answer, also in the store.
+        """Removes the name of a turn's answer, also in the store.
 
         Raises:
             GatewayError: if the store cannot be written.
@@ -121,7 +121,7 @@ class Keeper:
             await self.store.unname(session, turn)
 
     async def written(self) -> None:
-        """Returns when everything so far is in the store.
+        """Waits until all changes are in the store.
 
         Raises:
             GatewayError: if it could not be written.
@@ -130,10 +130,10 @@ class Keeper:
             await self.store.written()
 
     async def writable(self) -> None:
-        """Returns if the store can be written, as far as is known.
+        """Checks that the store can be written.
 
         Raises:
-            GatewayError: if it still cannot be written.
+            GatewayError: if it cannot be written.
         """
         if self.store is not None and self.store.has_failed:
             await self.store.written()
@@ -149,9 +149,9 @@ def check_takes_turns(session: Session) -> None:
 
 
 def _unkept(session: Session, turn: Turn | None) -> list[Turn]:
-    """Returns the turns up to this one that their session does not have."""
-    found: list[Turn] = []
+    """Returns this turn and its predecessors that their session lacks, oldest first."""
+    missing: list[Turn] = []
     while turn is not None and turn not in session:
-        found.append(turn)
+        missing.append(turn)
         turn = turn.prompt.origin
-    return found[::-1]
+    return missing[::-1]

@@ -1,4 +1,4 @@
-"""Arguments with which a gateway answers clients, checked."""
+"""Checked arguments of a gateway for its answers."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from torchrl_sglang.types import LogProbsMode
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SessionLimits:
-    """Most that a session may take; ``None``: no limit."""
+    """Limits of a session; ``None``: no limit."""
 
     max_turns: int = 1_000
     """Turns."""
     max_tokens: int | None = None
     """Generated tokens."""
     session_seconds: float | None = None
-    """Seconds since it began."""
+    """Seconds since its start."""
 
     def __post_init__(self) -> None:
         check_count("max_turns", self.max_turns)
@@ -48,7 +48,7 @@ class ServingOptions:
     api_key: str
     """Key that opens every session."""
     open: bool
-    """Whether a session's path is enough to use the session."""
+    """Whether a session's path is sufficient for access."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
     tool_call_parser: str | None
@@ -56,21 +56,21 @@ class ServingOptions:
     reasoning_parser: str | None
     """SGLang's name of the format of reasoning."""
     default_sampling_params: Mapping[str, Any]
-    """For requests that do not give them, under SGLang's names."""
+    """Defaults of requests, under SGLang's names."""
     forced_sampling_params: Mapping[str, Any]
-    """For all requests, under SGLang's names."""
+    """Overrides of all requests, under SGLang's names."""
     request_timeout: float
     """Timeout of a response, in seconds."""
     limits: SessionLimits
     """Limits of each session."""
     tool_choice: ToolChoiceMode
-    """How a choice of tools holds."""
+    """Enforcement of a choice of tools."""
     ignored_params: Sequence[str]
     """Names of fields without effect."""
     token_columns: Sequence[TokenColumn]
     """Further quantities of each token."""
     logprobs_mode: LogProbsMode
-    """Whose log-probs are recorded."""
+    """Distribution of the recorded log-probs."""
 
     def __post_init__(self) -> None:
         check_seconds("keep_alive_seconds", self.keep_alive_seconds)
@@ -81,14 +81,14 @@ class ServingOptions:
 
 
 def _check_dialects(dialects: Sequence[Dialect]) -> tuple[Dialect, ...]:
-    wrong = [each for each in dialects if not isinstance(each, Dialect)]
+    wrong = [dialect for dialect in dialects if not isinstance(dialect, Dialect)]
     if wrong or not dialects:
         raise ConfigurationError(
             f"dialects must be objects of classes of Dialect, got {dialects!r}."
         )
-    paths = Counter(each.path for dialect in dialects for each in dialect.endpoints)
-    if twice := [path for path, count in paths.items() if count > 1]:
-        raise ConfigurationError(f"Two of dialects have {', '.join(twice)}.")
+    paths = Counter(endpoint.path for d in dialects for endpoint in d.endpoints)
+    if repeated := [path for path, count in paths.items() if count > 1]:
+        raise ConfigurationError(f"Two of dialects have {', '.join(repeated)}.")
     return tuple(dialects)
 
 
@@ -96,10 +96,10 @@ def _params(name: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns sampling parameters under SGLang's names."""
     params = {}
     for key, value in {} if given is None else check_mapping(name, given).items():
-        own = SAMPLING_ALIASES.get(key, key)
-        if own not in SAMPLING_PARAMETERS:
+        sglang_name = SAMPLING_ALIASES.get(key, key)
+        if sglang_name not in SAMPLING_PARAMETERS:
             raise ConfigurationError(
                 f"{name}: {key!r} is not a sampling parameter.{hint(str(key))}"
             )
-        params[own] = value
+        params[sglang_name] = value
     return params

@@ -1,4 +1,4 @@
-"""Responses of the policy, and what they say: text, reasoning and tool calls."""
+"""Responses of the policy, parsed into text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _CALLS_PATH, _REASONING_PATH = "/parse_function_call", "/separate_reasoning"
 """Routes of the servers' parsers."""
 
 _NOT_NOW = frozenset({None, 408, 429, 502, 503, 504})
-"""Statuses of an answer that says nothing of a parser; None: there was none."""
+"""Statuses of a response that are inconclusive about a parser; None: no response."""
 
 ATTEMPTS = 2
-"""How often servers are asked whether they have a parser: connections break."""
+"""Attempts to query a parser: connections break."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Sampling:
     params: Mapping[str, Any] = field(default_factory=dict)
     """Sampling parameters under SGLang's names."""
     number: int = 1
-    """Responses to one prompt."""
+    """Number of responses to a prompt."""
     top_logprobs: int = 0
     """Return the top-k tokens of each position, for this k."""
 
@@ -60,7 +60,7 @@ class PolicyReply:
     completion: Completion
     """Tokens of the response."""
     text: str
-    """Text of the response, without the end of the turn that the template writes."""
+    """Text of the response, without the end of turn from the template."""
     message: Message
     """The response as a message."""
     ended: bool
@@ -68,7 +68,7 @@ class PolicyReply:
 
 
 class PromptTooLongError(ConfigurationError):
-    """A conversation leaves no room for a response."""
+    """A conversation that leaves no room for a response."""
 
     tokens: int
     """Tokens of the conversation."""
@@ -77,17 +77,17 @@ class PromptTooLongError(ConfigurationError):
 
 
 class Policy:
-    """Asks an engine for responses to conversations.
+    """Generates responses to conversations with an engine.
 
     Args:
-        engine: generates.
-        tokenizer: of its model.
-        template: of its conversations.
+        engine: the engine.
+        tokenizer: tokenizer of its model.
+        template: chat template of conversations.
         tool_call_parser: SGLang's name of the format of tool calls.
         reasoning_parser: SGLang's name of the format of reasoning.
-        token_columns: that are recorded of each token.
-        logprobs_mode: whose log-probs are recorded.
-        timeout: of a response, in seconds.
+        token_columns: recorded columns of each token.
+        logprobs_mode: distribution of the recorded log-probs.
+        timeout: timeout of a response, in seconds.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class Policy:
         self._timeout = timeout
 
     async def check_parsers(self) -> None:
-        """Asks the servers whether they have the parsers, as far as they answer now.
+        """Checks that the servers have the parsers, if they respond.
 
         Raises:
-            ConfigurationError: if they do not have one.
+            ConfigurationError: if a parser is missing.
         """
-        name, given = "tool_call_parser", self._tool_call_parser
-        await self._check_parser(_CALLS_PATH, name, given, CALL_FORMATS, tools=[])
-        name, given = "reasoning_parser", self._reasoning_parser
-        await self._check_parser(_REASONING_PATH, name, given, REASONING_MARKS)
+        name, parser = "tool_call_parser", self._tool_call_parser
+        await self._check_parser(_CALLS_PATH, name, parser, CALL_FORMATS, tools=[])
+        name, parser = "reasoning_parser", self._reasoning_parser
+        await self._check_parser(_REASONING_PATH, name, parser, REASONING_MARKS)
 
     async def _check_parser(
         self, path: str, name: str, given: str | None, known: Iterable[str], **more: Any
@@ -134,11 +134,11 @@ class Policy:
             except ServerError as error:
                 if getattr(error, "status", None) in _NOT_NOW:
                     continue
-                near = nearest(str(given), known)
+                guess = nearest(str(given), known)
                 raise ConfigurationError(
                     f"{name}={given!r}: the servers fail with it, and all responses "
                     f"would stay text; give SGLang's name of the model's format."
-                    + (f" Did you mean {near!r}?" if near else "")
+                    + (f" Did you mean {guess!r}?" if guess else "")
                     + f" ({error})"
                 ) from error
             return
@@ -165,17 +165,17 @@ class Policy:
         priority: int | None = None,
         progress: Progress | None = None,
     ) -> list[PolicyReply]:
-        """Returns responses to a conversation; those of a session go to one server.
+        """Returns responses to a conversation, all from the session's server.
 
         Args:
             prompt: the conversation.
-            sampling: of the responses.
+            sampling: parameters of the responses.
             session: name of the session.
-            priority: of its requests.
-            progress: is told of the responses while they are generated.
+            priority: priority of its requests.
+            progress: receives the stable prefixes of streamed responses.
 
         Raises:
-            SGLangError: if there is none.
+            SGLangError: if there is no response.
         """
         request = SampleRequest(
             input_ids=list(prompt.token_ids),
@@ -198,10 +198,10 @@ class Policy:
                 for number in range(len(requests))
             ]
             requests = [
-                replace(each, on_tokens=follower.on_tokens)
-                for each, follower in zip(requests, followers, strict=True)
+                replace(request, on_tokens=follower.on_tokens)
+                for request, follower in zip(requests, followers, strict=True)
             ]
-            followed = [asyncio.ensure_future(each.run()) for each in followers]
+            followed = [asyncio.ensure_future(follower.run()) for follower in followers]
         try:
             outcomes = await ask_async(
                 self._engine, requests, tokenizer=self._tokenizer, timeout=self._timeout
@@ -215,7 +215,7 @@ class Policy:
                 raise outcome
             completions.append(outcome)
         return await asyncio.gather(
-            *(self._read(each, prompt, ends) for each in completions)
+            *(self._read(completion, prompt, ends) for completion in completions)
         )
 
     def _ends(self, sampling: Sampling) -> EndTokens:
@@ -230,7 +230,7 @@ class Policy:
     def _follow(
         self, prompt: Prompt, sampling: Sampling, tell: Callable[[Draft], None]
     ) -> Follower:
-        """Returns what reads a response while it is generated."""
+        """Returns a reader of a response during its generation."""
         is_chat = prompt.new_text is None
         parses = is_chat and self._reasoning_parser is not None
         may_call = is_chat and bool(prompt.setting.tools)
@@ -249,7 +249,7 @@ class Policy:
         return Follower(begin, Detokenizer(template.decode, template.byte_tokens), tell)
 
     async def _separate(self, text: str) -> tuple[str, str]:
-        """Returns reasoning and content, as SGLang's parser finds them."""
+        """Returns reasoning and content, from SGLang's parser."""
         parts = await self._ask(
             _REASONING_PATH, text=text, reasoning_parser=self._reasoning_parser
         )
@@ -261,11 +261,11 @@ class Policy:
     ) -> PolicyReply:
         ids = completion.token_ids
         text = self._template.decode(ids[:-1] if ends.drop_last(ids) else ids)
-        said = without_stop(text, completion.matched_stop)
-        message: dict[str, Any] = {"role": "assistant", "content": said}
+        content = without_stop(text, completion.matched_stop)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
         if prompt.new_text is None:
-            message |= await self._parse(said, prompt.setting.tools)
-        # Many turns are kept for long.
+            message |= await self._parse(content, prompt.setting.tools)
+        # Turns are kept for a long time.
         completion = replace(completion, token_ids=list(shared_ids(ids)))
         return PolicyReply(
             completion=completion,
@@ -277,37 +277,37 @@ class Policy:
     async def _parse(
         self, text: str, tools: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Returns content, reasoning and tool calls, as SGLang's parsers find them.
+        """Returns content, reasoning and tool calls, from SGLang's parsers.
 
-        What they cannot parse is content.
+        Text that they cannot parse is content.
         """
-        found: dict[str, Any] = {"content": text}
+        message: dict[str, Any] = {"content": text}
         if self._reasoning_parser is not None and text:
             reasoning, content = await self._separate(text)
             if reasoning:
-                found["reasoning_content"] = reasoning
+                message["reasoning_content"] = reasoning
                 # Templates put empty lines between them.
-                found["content"] = content.lstrip("\n")
-        if self._tool_call_parser is not None and tools and found["content"]:
+                message["content"] = content.lstrip("\n")
+        if self._tool_call_parser is not None and tools and message["content"]:
             parts = await self._ask(
                 _CALLS_PATH,
-                text=found["content"],
+                text=message["content"],
                 tools=[dict(tool) for tool in tools],
                 tool_call_parser=self._tool_call_parser,
             )
             calls = read_calls(parts.get("calls") or (), text)
             if calls:
-                found["tool_calls"] = calls
-                found["content"] = parts.get("normal_text") or ""
-        return found
+                message["tool_calls"] = calls
+                message["content"] = parts.get("normal_text") or ""
+        return message
 
     async def _ask(self, path: str, **content: Any) -> dict[str, Any]:
-        """Returns the findings of a parser of the servers; nothing if it fails."""
+        """Returns the result of a servers' parser; empty if it fails."""
         parse = self._engine.control.parse_response(path, content)
         try:
             return await run_async(parse)
         except ServerError as error:
-            # A parser can fail on anything that a model writes.
+            # A parser can fail on any text of a model.
             torchrl_logger.warning(
                 f"{path} failed on a response, which stays text: {error}"
             )
@@ -315,7 +315,7 @@ class Policy:
 
 
 async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Ends what follows responses; an error of it concerns no response."""
+    """Ends followers of responses; their errors do not affect the responses."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
@@ -324,7 +324,7 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
 
 
 def _by_sample(sampling: Sampling) -> Iterator[Mapping[str, Any]]:
-    """Yields the parameters of each response; each has a seed of its own."""
+    """Yields the parameters of each response, each with its own seed."""
     seed = sampling.params.get("sampling_seed")
     for index in range(sampling.number):
         if type(seed) is not int or index == 0:

@@ -1,4 +1,4 @@
-"""Tells those who stream a response what is certain of it so far."""
+"""Streams the stable prefix of a response to its clients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
 
 
 class Progress:
-    """What is certain of the responses to one request. Used from one event loop."""
+    """Stable prefixes of the responses to a request. Used from one event loop."""
 
     def __init__(self) -> None:
         self.prompt_tokens: int | None = None
@@ -20,30 +20,30 @@ class Progress:
         self._changed = asyncio.Event()
 
     def begin(self, prompt_tokens: int) -> None:
-        """The request is a good one, and is generated from now on."""
-        # No sign of life yet: a server that is down is told by the answer's status.
+        """Begins the generation of a valid request."""
+        # No event yet: a server that is down shows in the answer's status.
         self.prompt_tokens = prompt_tokens
 
     def tell(self, number: int, draft: Draft) -> None:
-        """More of a response is certain."""
+        """Updates the stable prefix of a response."""
         if self.drafts.get(number) != draft:
             self.drafts[number] = draft
             self._changed.set()
 
     async def changed(self) -> None:
-        """Returns when there is something new since the last call."""
+        """Waits for an update since the last call."""
         await self._changed.wait()
         self._changed.clear()
 
 
 class Follower:
-    """Reads a response while it is generated, as often as there is time.
+    """Reads a response during its generation, as often as there is time.
 
     Args:
-        begin: returns what finds what is certain, and the ends of a turn that are no
-            part of the text; called when there are tokens.
-        decode: returns the text of tokens that are more each time.
-        tell: is told of each draft.
+        begin: returns a draft reader, and the end tokens outside of the text; called
+            when there are tokens.
+        decode: returns the text of growing token lists.
+        tell: called with each draft.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Follower:
         self._loop = asyncio.get_running_loop()
 
     def on_tokens(self, token_ids: list[int]) -> None:
-        """Takes all tokens so far, in any thread."""
+        """Receives all tokens so far, in any thread."""
         with suppress(RuntimeError):
             # The loop may be closed.
             self._loop.call_soon_threadsafe(self._put, token_ids)

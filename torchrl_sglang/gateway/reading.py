@@ -1,4 +1,4 @@
-"""Requests as a gateway takes them: what they say, and what of it has no effect."""
+"""Parses requests of all dialects, and reports fields without effect."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchrl_sglang.gateway.tool_grammar import GRAMMARS, check_grammar
 from torchrl_sglang.support.log import torchrl_logger
 
 ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
-"""``"grammar"``: a choice of tools holds; ``"auto"``: the model decides."""
+"""``"grammar"``: a choice of tools is enforced; ``"auto"``: the model decides."""
 
 _NAME = re.compile(r"[!-~]+")
 
 MOST_STOPS, MOST_STOP_CHARACTERS = 32, 1_024
-"""Most stop strings of a request, and characters of each: a server's scheduler looks
-for all of them after each token, and all other requests wait."""
+"""Most stop strings of a request, and characters of each: a server's scheduler searches
+for all of them after each token, while all other requests wait."""
 
 _NEEDED = frozenset(
     {
@@ -28,17 +28,17 @@ _NEEDED = frozenset(
         *("previous_response_id", "tools"),
     }
 )
-"""Fields without which a request is another one."""
+"""Fields that a request cannot lose without a change of its meaning."""
 
 
 class RequestReader:
     """Reads requests of any dialect.
 
     Args:
-        ignored_params: names of fields that have no effect.
-        tool_choice: whether choices of tools hold.
-        variables: of the chat template.
-        forces_grammar: whether all responses have a grammar already.
+        ignored_params: names of fields without effect.
+        tool_choice: whether choices of tools are enforced.
+        variables: variables of the chat template.
+        forces_grammar: whether all responses already have a grammar.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -64,10 +64,10 @@ class RequestReader:
     def __call__(
         self, read: Callable[[Any], Request], body: Mapping[str, Any]
     ) -> Request:
-        """Returns what a body asks for; fields without effect are logged once.
+        """Returns the request in a body; fields without effect are logged once.
 
         Raises:
-            ConfigurationError: for what is wrong or unsupported.
+            ConfigurationError: for invalid or unsupported fields.
         """
         dropped = [name for name in body if name in self._ignored]
         request = read({name: body[name] for name in body if name not in dropped})
@@ -78,12 +78,12 @@ class RequestReader:
             request = replace(request, choice=FREE)
         variables: dict[str, Any] = {}
         for hint in request.hints:
-            known = [each for each in hint.variables if each in self._variables]
-            if known:
-                variables[known[0]] = hint.value
+            supported = [v for v in hint.variables if v in self._variables]
+            if supported:
+                variables[supported[0]] = hint.value
             else:
                 ignored.append(hint.name)
-        # What the client says of the template itself goes first.
+        # The client's own template variables take precedence.
         variables |= request.setting.template_kwargs
         self._log(ignored)
         return replace(
@@ -102,9 +102,10 @@ class RequestReader:
 
 
 def _check_work(params: Mapping[str, Any]) -> None:
-    """Raises :class:`ConfigurationError` for what would keep a server busy for long.
+    """Raises :class:`ConfigurationError` for parameters that block a server for long.
 
-    A client has the key of one session, and others' requests are on the same servers.
+    A client has the key of one session, and other users' requests are on the same
+    servers.
     """
     if params.get("stop_regex"):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The sessions of a gateway, by name and by key, and those that it had."""
+"""The current and dropped sessions of a gateway, by name and by key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.session import Session
 
 DROPPED = 10_000
-"""Latest sessions that are known to have been dropped."""
+"""Number of dropped sessions to remember."""
 
 KEY_EXPIRED = "key_expired"
-"""Code of the error for a key that opens its session no more."""
+"""Error code of an expired key."""
 
 
 class SessionRegistry:
@@ -37,7 +37,7 @@ class SessionRegistry:
         return self._by_name.get(name)
 
     def all(self) -> list[Session]:
-        """Returns all sessions, in the order in which they began."""
+        """Returns all sessions, oldest first."""
         with self._lock:
             return list(self._by_name.values())
 
@@ -48,9 +48,9 @@ class SessionRegistry:
         self._dropped.pop(session.name, None)
 
     def remove(self, session: Session) -> bool:
-        """Removes a session, and returns whether it was there. The caller has the lock.
+        """Removes a session; returns whether it was present. The caller holds the lock.
 
-        Its name and its key are known to have been dropped.
+        Its name and key are remembered as dropped.
         """
         if self._by_name.get(session.name) is not session:
             return False
@@ -68,21 +68,21 @@ class SessionRegistry:
             GatewayError: if there is none, or its key has expired.
         """
         with self._lock:
-            found = (
+            session = (
                 self._by_name.get(name) if name else self._by_key.get(str(key or ""))
             )
             is_dropped = (name or key) in self._dropped
-        if found is not None:
+        if session is not None:
             if not name:
-                _check_key(found)
-            return found
-        what = f"session {name!r}" if name else "session with this key"
+                _check_key(session)
+            return session
+        description = f"session {name!r}" if name else "session with this key"
         if is_dropped:
             raise GatewayError(
-                f"The {what} was dropped, and takes nothing more.", status=410
+                f"The {description} was dropped, and takes nothing more.", status=410
             )
         raise GatewayError(
-            f"There is no {what}; gateway.session() makes one.",
+            f"There is no {description}; gateway.session() makes one.",
             status=404 if name else 401,
         )
 
@@ -90,9 +90,9 @@ class SessionRegistry:
 def _check_key(session: Session) -> None:
     """Raises :class:`GatewayError` if the key of a session has expired."""
     if session.expires is not None and session.is_expired:
-        ended = datetime.fromtimestamp(session.expires, UTC)
+        expiry = datetime.fromtimestamp(session.expires, UTC)
         raise GatewayError(
-            f"The key of the session {session.name!r} expired at {ended:%F %T} UTC, "
+            f"The key of the session {session.name!r} expired at {expiry:%F %T} UTC, "
             f"after the gateway's key_seconds; begin another session, or give the "
             f"gateway a greater key_seconds.",
             status=401,

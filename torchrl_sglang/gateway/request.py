@@ -1,4 +1,4 @@
-"""A request of any dialect, and what is told of its answer."""
+"""A request of any dialect, and the options of its answer."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hint:
-    """A wish that has effect if the chat template has a variable for it."""
+    """A client's setting that applies if the chat template has a variable for it."""
 
     name: str
     """The client's field, such as ``"verbosity"``."""
     variables: tuple[str, ...]
-    """Variables for it; the first one that the template has gets the value."""
+    """Variables for it; the template's first one gets the value."""
     value: Any
     """Value of the variable."""
 
@@ -44,45 +44,45 @@ class Request:
     messages: Sequence[Message] = ()
     """The conversation."""
     text: str | None = None
-    """Instead of it: the prompt of a plain completion."""
+    """Prompt of a plain completion, instead of a conversation."""
     setting: PromptSettings = field(default_factory=PromptSettings)
     """Tools and variables of the template."""
     hints: Sequence[Hint] = ()
-    """Wishes that a template may know."""
+    """Settings that a template may support."""
     choice: ToolChoice = FREE
-    """Tools that the responses may call, and whether they have to."""
+    """Tools that the responses may call, and whether a call is required."""
     sampling: Sampling
     """Sampling parameters of the responses."""
     model: str
-    """The model's name, as the client says it."""
+    """Name of the model in the request."""
     user: str | None = None
-    """For whom the client asks, as the client says it."""
+    """End user of the request."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the client says of the request beside it."""
+    """Further metadata of the request."""
     request_id: str | None = None
-    """Name of the request, which the answer's headers have."""
+    """Id of the request, in the answer's headers."""
     stream: bool = False
     """Answer with server-sent events."""
     logprobs: bool = False
-    """Tell the log-probs."""
+    """Return log-probs."""
     usage: bool = False
-    """Tell the usage at the end of a stream."""
+    """Return the usage at the end of a stream."""
     echo: bool = False
-    """Tell the prompt, too."""
+    """Return the prompt in the response (OpenAI's ``echo``)."""
     reasoning: bool = True
-    """Tell the reasoning."""
+    """Return the reasoning."""
     edits: bool = False
-    """Tell which edits of the conversation were made: none."""
+    """Return the edits of the conversation: none."""
     keep: bool = False
-    """Keep the answer, so that clients may ask for it and go on from it."""
+    """Keep the answer, so that clients can retrieve and continue it."""
     name: str = ""
     """Name of the answer in its session."""
     digest: str = ""
-    """What equal requests share."""
+    """Hash that equal requests share."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What the answer says of the request, as JSON."""
+    """Fields of the answer about the request, as JSON."""
     ignored: tuple[str, ...] = ()
-    """Fields without effect, which the answer's headers name."""
+    """Fields without effect, listed in the answer's headers."""
 
 
 def usage_of(turns: Sequence[Turn]) -> Usage:
@@ -96,7 +96,7 @@ def usage_of(turns: Sequence[Turn]) -> Usage:
 
 
 def finish_reason(turn: Turn) -> str:
-    """Returns why a response ended, in OpenAI's words."""
+    """Returns the finish reason of a response, in OpenAI's words."""
     if turn.completion.finish_reason == "length" and not turn.ended:
         return "length"
     return "tool_calls" if turn.reply.get("tool_calls") else "stop"

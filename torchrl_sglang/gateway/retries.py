@@ -1,4 +1,4 @@
-"""Gives each request its own answer, also where a client has to repeat it."""
+"""Matches requests to their answers, including repeated requests."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 KEPT = 256
-"""Most requests of a session that a repetition is expected of."""
+"""Most requests of a session that may be repeated."""
 
 LOST = 8
-"""Most answers that nobody has received, of requests with the same content."""
+"""Most undelivered answers of requests with the same content."""
 
 KEPT_SECONDS = 600.0
 """Time that an answer is kept for a repetition of its request."""
 
 ATTEMPT_HEADERS = {"x-stainless-retry-count": 0, "x-envoy-attempt-count": 1}
-"""Header that counts the attempts of a client, or of a proxy -> value of the first."""
+"""Header that counts the attempts of a client, or of a proxy -> its first value."""
 
 Attempt: TypeAlias = tuple[int, ...]
-"""Number of repetitions by each of :data:`ATTEMPT_HEADERS`; later attempts are greater.
-"""
+"""Repetitions by each of :data:`ATTEMPT_HEADERS`; later attempts are greater."""
 
 
 FIRST: Attempt = (0,) * len(ATTEMPT_HEADERS)
-"""An attempt that repeats none."""
+"""A first attempt."""
 
 
 def attempt_of(headers: Mapping[str, str]) -> Attempt:
@@ -43,11 +42,11 @@ def attempt_of(headers: Mapping[str, str]) -> Attempt:
 
 
 def digest_of(headers: Mapping[str, str], content: bytes) -> str:
-    """Returns what equal requests share.
+    """Returns the hash that equal requests share.
 
     Args:
-        headers: of the request.
-        content: of the request, its path included.
+        headers: headers of the request.
+        content: content of the request, its path included.
     """
     key = headers.get("Idempotency-Key", "").encode(errors="replace")
     return hashlib.sha256(key + b"\0" + content).hexdigest()
@@ -55,13 +54,13 @@ def digest_of(headers: Mapping[str, str], content: bytes) -> str:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """An answer that is computed, or has been."""
+    """A pending or computed answer."""
 
     task: asyncio.Future[Any]
     request_id: str = ""
-    """Name of the first request for it."""
+    """Id of its first request."""
     info: Any = None
-    """Facts about it that are the same for all requests for it."""
+    """Facts that all its requests share."""
     attempt: Attempt = FIRST
     """Latest attempt of its request."""
     waiting: int = 0
@@ -73,7 +72,7 @@ class Answer:
 
     @classmethod
     def recorded(cls, result: Any, *, request_id: str, info: Any) -> Answer:
-        """Returns an answer that was delivered, as far as is known."""
+        """Returns an answer that has been delivered."""
         task = asyncio.get_running_loop().create_future()
         task.set_result(result)
         return cls(task, request_id, info, delivered=True)
@@ -94,7 +93,7 @@ class Answer:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the answer has been computed, or may yet be."""
+        """Whether the answer has been computed, or still can be."""
         task = self.task
         ends = isinstance(task, asyncio.Task) and bool(task.cancelling())
         return self.is_complete or not (task.done() or ends)
@@ -105,8 +104,9 @@ class _EqualRequests:
     """Requests with the same content."""
 
     answers: list[Answer]
-    """Answers to these requests: all that a request waits for, the latest delivered
-    one, and at most :data:`LOST` lost ones, of which the oldest are dropped first."""
+    """Answers to these requests: all with waiting requests, the latest delivered
+    answer, and at most :data:`LOST` lost answers, of which the oldest are dropped
+    first."""
     number: int
     """Number of the requests, without repetitions."""
     failures: list[Attempt] = field(default_factory=list)
@@ -119,11 +119,11 @@ class _EqualRequests:
     ) -> Answer | None:
         """Returns the answer to the request that an attempt repeats.
 
-        ``None`` for the first attempt of a request, or if the request has no answer.
-        An attempt repeats an earlier one: whose delivery failed, or else which has
-        failed, or else the only one. A client that goes on from an answer has it.
+        ``None`` for the first attempt of a request, or if the request has no answer. An
+        attempt repeats an earlier attempt: one whose delivery failed, else a failed
+        attempt, else the only attempt. A client that continues an answer has it.
         """
-        earlier = [each for each in self.answers if each.attempt < attempt]
+        earlier = [answer for answer in self.answers if answer.attempt < attempt]
         for answer in earlier:
             if answer.is_lost:
                 return answer
@@ -140,7 +140,7 @@ class _EqualRequests:
         return None
 
     def settle(self, answer: Answer, withdraw: Callable[[Any], None]) -> None:
-        """Withdraws or forgets an answer when no request waits for it any more."""
+        """Withdraws or drops an answer without waiting requests."""
         if answer.waiting:
             return
         if answer.is_lost:
@@ -153,21 +153,21 @@ class _EqualRequests:
 
     def _drop_oldest(self) -> None:
         """Drops answers that no request can repeat: only a lone delivered one can."""
-        ended = [each for each in self.answers if each.is_complete and not each.waiting]
-        for most, delivered in ((LOST, False), (1, True)):
-            for answer in [a for a in ended if a.delivered is delivered][:-most]:
+        idle = [a for a in self.answers if a.is_complete and not a.waiting]
+        for limit, delivered in ((LOST, False), (1, True)):
+            for answer in [a for a in idle if a.delivered is delivered][:-limit]:
                 self.answers.remove(answer)
 
 
 class Answers:
     """The answers of one session. Used from one event loop only.
 
-    A request with one of :data:`ATTEMPT_HEADERS` may be a repetition, and one with an
-    ``Idempotency-Key`` that another request had is. An equal request without these is
-    for another response.
+    A request with one of :data:`ATTEMPT_HEADERS` may be a repetition; a request with
+    the ``Idempotency-Key`` of an earlier request is. An equal request without these
+    headers is for another response.
 
-    A client that repeats a request has not seen the answer, whatever its connection
-    has taken: only the latest attempt counts.
+    A client that repeats a request has not seen the answer, whatever its connection has
+    received: only the latest attempt counts.
     """
 
     def __init__(self) -> None:
@@ -188,26 +188,26 @@ class Answers:
         request_id: str = "",
         info: Any = None,
     ) -> AsyncIterator[Answer]:
-        """Gives an answer to a request. The block delivers it, or raises.
+        """Yields the answer to a request. The block delivers it, or raises.
 
-        It is computed no more when nobody waits for it.
+        Its computation ends when no request waits for it.
 
         Args:
-            headers: of the request.
-            digest: of the request, see :func:`digest_of`.
-            compute: makes an answer, and keeps it.
-            keep: keeps one that was withdrawn.
-            withdraw: of an answer that nobody has received.
-            received: called with an answer that a client has received, each time.
-            recorded: returns earlier answers to equal requests, those of a gateway that
-                ended included.
-            is_continued: returns whether a conversation goes on from an answer.
-            request_id: names the request, and the answer if it is the first one for it.
-            info: facts about the answer, which are those of the first request for it.
+            headers: headers of the request.
+            digest: digest of the request, see :func:`digest_of`.
+            compute: computes an answer, and keeps it.
+            keep: keeps a withdrawn answer again.
+            withdraw: withdraws an undelivered answer.
+            received: called with an answer at each delivery.
+            recorded: returns earlier answers to equal requests, also from an earlier
+                process.
+            is_continued: returns whether a conversation continues an answer.
+            request_id: id of the request, and of the answer if it is its first request.
+            info: facts about the answer, from its first request.
         """
         entry, attempt = self._entry(digest, recorded), attempt_of(headers)
         if headers.get("Idempotency-Key"):
-            usable = (each for each in entry.answers if each.is_usable)
+            usable = (answer for answer in entry.answers if answer.is_usable)
             answer = next(usable, None)
         else:
             answer = entry.find(attempt, is_continued)
@@ -234,7 +234,7 @@ class Answers:
     def _entry(
         self, digest: str, recorded: Callable[[], list[Answer]]
     ) -> _EqualRequests:
-        """Returns the requests with a digest; those of long ago are forgotten."""
+        """Returns the requests with a digest, without expired ones."""
         now = time.monotonic()
         if (entry := self._entries.get(digest)) is None:
             answers = recorded()

@@ -1,4 +1,4 @@
-"""Serves an application in a thread of its own."""
+"""Serves an application in a dedicated thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ START_SECONDS = 30.0
 
 
 class Runner:
-    """Serves an application in a thread of its own, once.
+    """Serves an application in a dedicated thread, once.
 
     Args:
         make_app: returns the application; called in the event loop.
         host: address to listen on.
-        port: 0 for a free one.
+        port: 0 for a free port.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Runner:
         try:
             is_ready = self._ready.wait(START_SECONDS)
         except BaseException:
-            # Ctrl-C: nobody would stop what begins.
+            # Ctrl-C: stops the partial start.
             self.stop()
             raise
         if not is_ready or self._error is not None:
@@ -101,7 +101,7 @@ class Runner:
             self.port = 0
 
     def stop(self) -> None:
-        """Stops the endpoint; returns when it listens no more."""
+        """Stops the endpoint, and waits until it does not listen."""
         if self._thread is None or self._loop is None:
             return
         if self._thread.is_alive():
@@ -111,7 +111,7 @@ class Runner:
             self._thread.join(STOP_SECONDS)
 
     def _stop(self) -> None:
-        """Ends what is served, or is being started."""
+        """Ends the application, or its start."""
         assert self._end is not None
         assert self._task is not None
         self._end.set()

@@ -1,4 +1,4 @@
-"""Sessions: what one agent read and wrote, as a tree of turns."""
+"""Sessions: the prompts and responses of one agent, as a tree of turns."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from torchrl_sglang.gateway.trajectories import Trajectory, find_trajectories
 from torchrl_sglang.gateway.turns import Prompt, Turn, go_on
 
 EDITED_TURNS = 4
-"""Latest turns with a prompt that an edited response is compared with."""
+"""Latest turns with a prompt that are compared with an edited response."""
 
 COMPARED_TURNS = 8
-"""Latest turns that a conversation is compared with, to say why it is a branch."""
+"""Latest turns that are compared with a conversation, for the reason of a branch."""
 
 GROWING_TURNS = 8
-"""Latest turns that a conversation is first looked for in, and goes on from fast."""
+"""Latest turns that are searched first for a conversation, with a fast path."""
 
 NEW_CHARACTERS = 2_000
-"""Most characters of new messages that are tokenized in a moment."""
+"""Most characters of new messages for the fast path."""
 
 ALL_CHARACTERS = 16_000
-"""Most characters of a conversation that is rendered in a moment."""
+"""Most characters of a conversation for the fast path."""
 
 
 class RewardTarget(NamedTuple):
-    """What a reward is of."""
+    """Target of a reward."""
 
     kind: str
     """``"session"``, ``"agent"``, ``"branch"`` or ``"turn"``."""
@@ -64,24 +64,24 @@ class Session:
     """The turns of one agent.
 
     Args:
-        name: identifies the session.
-        key: API key that selects and opens it.
-        group: sessions of a group are compared with each other, as in GRPO.
+        name: name of the session.
+        key: API key of the session.
+        group: group of sessions for comparison, as in GRPO.
 
     Attributes:
-        reward (float | None): of the session as a whole.
-        agent_rewards (dict): rewards of agents, by the ``model`` that they name.
+        reward (float | None): reward of the session as a whole.
+        agent_rewards (dict): rewards of agents, by the ``model`` in their requests.
         branch_rewards (dict): rewards of branches, by the number of their first turn.
-        discount (float): of a reward, for each turn before it.
+        discount (float): discount of a reward, for each turn before it.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
-        turns (list[Turn]): what clients have seen, in the order of their numbers.
-        expires (float | None): seconds since the epoch at which its key opens it no
-            more; ``None``: never.
-        generating (int): turns that are generated now.
-        priority (int | None): of its requests in a server's queue.
-        is_trained (callable): says of a turn whether it is trained; the gateway's
+        turns (list[Turn]): turns that clients have seen, in the order of their numbers.
+        expires (float | None): expiry of its key, in seconds since the epoch; ``None``:
+            never.
+        generating (int): number of turns in generation.
+        priority (int | None): priority of its requests in a server's queue.
+        is_trained (callable): returns whether a turn is trained; the gateway's
             ``trained``.
-        is_dropped (bool): whether the gateway has forgotten it; it takes no more turns.
+        is_dropped (bool): whether the gateway has dropped it; it takes no more turns.
     """
 
     def __init__(self, name: str, *, key: str = "", group: str | None = None) -> None:
@@ -96,14 +96,14 @@ class Session:
         self.began(time.time())
         self.expires: float | None = None
         self.turns: list[Turn] = []
-        # Turns that are being kept, and the turns that they go on from.
+        # Turns in the process of keeping, and the turns that they continue.
         self.pinned: list[Turn] = []
         self.generating = 0
         self.priority: int | None = None
         self.is_dropped = False
         self.is_trained: TrainedRule = every_turn
         self._next = 0
-        # By the key of a turn's prompt, and by that of the prompt and the response.
+        # By the key of a turn's prompt, and by the key of prompt and response.
         self._begun: dict[bytes, list[Turn]] = {}
         self._ends: dict[bytes, list[Turn]] = {}
         self._answers: dict[str, Turn] = {}
@@ -120,21 +120,21 @@ class Session:
         return f"{self.url}/v1"
 
     def began(self, created: float) -> None:
-        """Sets when the session began, in seconds since the epoch.
+        """Sets the start of the session, in seconds since the epoch.
 
-        Its age grows with a clock that nobody sets from here on.
+        Its age grows with a monotonic clock from here on.
         """
         self.created = created
         self._born = time.monotonic() - max(time.time() - created, 0.0)
 
     @property
     def age(self) -> float:
-        """Seconds since the session began."""
+        """Seconds since the start of the session."""
         return time.monotonic() - self._born
 
     @property
     def is_expired(self) -> bool:
-        """Whether its key opens it no more."""
+        """Whether its key has expired."""
         return self.expires is not None and self.age >= self.expires - self.created
 
     @property
@@ -150,18 +150,17 @@ class Session:
     ) -> Prompt:
         """Returns the prompt of a conversation.
 
-        It begins with the tokens of the latest turn that the conversation goes on from;
-        where there is none, or the template renders that turn in another way now, the
-        whole conversation is tokenized. A response that the client has edited is gone
-        on from if the template renders what it says as the response's own tokens, and
-        more behind them.
+        It begins with the tokens of the latest turn that the conversation continues;
+        without such a turn, or if the template renders that turn differently now, the
+        whole conversation is tokenized. An edited response is continued if the template
+        renders it as the response's own tokens, and more tokens after them.
 
         Raises:
-            ConfigurationError: if the template does not take the conversation.
+            ConfigurationError: if the template does not accept the conversation.
         """
         setting = known_settings(setting)
-        for turn, count, said in self._earlier(messages, setting):
-            joined = go_on(turn, messages, count, setting, template, said)
+        for turn, count, edited in self._earlier(messages, setting):
+            joined = go_on(turn, messages, count, setting, template, edited)
             if joined is not None:
                 branch = self._forked(turn, messages, count, setting)
                 return joined if branch is None else replace(joined, branch=branch)
@@ -180,19 +179,19 @@ class Session:
         setting: PromptSettings,
         template: ChatTemplate,
     ) -> Prompt | None:
-        """Returns what :meth:`prompt` does, if that takes a moment only.
+        """Returns the result of :meth:`prompt` if that is fast.
 
-        ``None`` if the conversation is long, goes on from none of the latest turns, or
-        brings much that is new.
+        ``None`` if the conversation is long, continues none of the latest turns, or has
+        much new content.
         """
-        if sum(len(each["content"]) for each in messages) > ALL_CHARACTERS:
+        if sum(len(message["content"]) for message in messages) > ALL_CHARACTERS:
             return None
         setting = known_settings(setting)
         latest = self._latest(messages, setting)
         if latest is None:
             return None
         count = latest.num_messages
-        if sum(len(each["content"]) for each in messages[count:]) > NEW_CHARACTERS:
+        if sum(len(m["content"]) for m in messages[count:]) > NEW_CHARACTERS:
             return None
         for turn in self._ended(self._key(latest), messages[:count]):
             joined = go_on(turn, messages, count, setting, template)
@@ -204,16 +203,16 @@ class Session:
     def text_prompt(self, text: str, template: ChatTemplate) -> Prompt:
         """Returns the prompt of a text.
 
-        It begins with the tokens of the turn with the longest text that it begins with.
+        It begins with the tokens of the turn whose text is its longest prefix.
         """
         origin, start, end = self._longest(text, template)
-        rest = text[end:]
+        remaining = text[end:]
         return Prompt(
             setting=PromptSettings(),
             new_messages=(),
-            new_token_ids=template.encode_start(rest)
+            new_token_ids=template.encode_start(remaining)
             if origin is None
-            else template.encode_behind(rest),
+            else template.encode_behind(remaining),
             new_text=text[start:],
             origin=origin,
             branch=self._text_branch(origin, text[start:]),
@@ -222,89 +221,90 @@ class Session:
     def _text_branch(self, origin: Turn | None, text: str) -> Branch | None:
         """Returns why a plain completion is a branch; None if it is not."""
         texts = [turn for turn in self.turns if turn.prompt.new_text is not None]
-        others = [turn for turn in texts if turn.prompt.origin is origin]
-        for turn in others:
+        siblings = [turn for turn in texts if turn.prompt.origin is origin]
+        for turn in siblings:
             if turn.prompt.new_text == text:
                 return again(turn.number)
         if origin is not None:
-            return forked(others[-1].number) if others else None
+            return forked(siblings[-1].number) if siblings else None
         return other_text(texts[-1].number) if texts else START
 
     def _longest(
         self, text: str, template: ChatTemplate
     ) -> tuple[Turn | None, int, int]:
-        """Returns the turn with the longest text that a text begins with.
+        """Returns the turn whose text is the longest prefix of a text.
 
-        And where that turn's response begins and ends in it.
+        And the begin and the end of its response in the text.
         """
         starts: dict[int | None, int] = {None: 0}
-        found: tuple[Turn | None, int, int] = None, 0, 0
+        longest: tuple[Turn | None, int, int] = None, 0, 0
         for turn in self.turns:
-            start, own = starts.get(turn.prompt.parent), turn.prompt.new_text
-            if start is None or own is None or not text.startswith(own, start):
+            start, part = starts.get(turn.prompt.parent), turn.prompt.new_text
+            if start is None or part is None or not text.startswith(part, start):
                 continue
-            start = starts[turn.number] = start + len(own)
+            start = starts[turn.number] = start + len(part)
             response = template.decode(turn.completion.token_ids)
-            if text.startswith(response, start) and start + len(response) >= found[2]:
-                found = turn, start, start + len(response)
-        return found
+            if text.startswith(response, start) and start + len(response) >= longest[2]:
+                longest = turn, start, start + len(response)
+        return longest
 
     def _earlier(
         self, messages: Sequence[Message], setting: PromptSettings
     ) -> Iterator[tuple[Turn, int, Message | None]]:
-        """Yields turns that a conversation begins with, and their messages; last first.
+        """Yields turns whose messages a conversation begins with, longest first.
 
-        And the response as the client says it, if it has edited that. Ties are broken
-        by fewest client edits, then by what the client names, then by recency.
+        With the number of messages, and the response if the client has edited it. Ties
+        are broken by fewest client edits, then by the client's reference, then by
+        recency.
         """
         latest = self._latest(messages, setting)
         longest = len(messages)
         if latest is not None:
-            # All turns end in a response, and there is none behind this one's.
+            # A turn ends in a response, and no response follows this turn's.
             longest = latest.num_messages
             for turn in self._ended(self._key(latest), messages[:longest]):
                 yield turn, longest, None
         grown = ConversationKeys(_settings_key(setting))
-        keys = {count: grown.add(each) for count, each in enumerate(messages, 1)}
+        keys = {count: grown.add(message) for count, message in enumerate(messages, 1)}
         for count in range(longest, 0, -1):
             if latest is None or count < longest:
                 for turn in self._ended(keys[count], messages[:count]):
                     yield turn, count, None
-            said = messages[count - 1]
-            if count > 1 and said["role"] == "assistant":
+            response = messages[count - 1]
+            if count > 1 and response["role"] == "assistant":
                 begun = list(self._begun.get(keys[count - 1], ()))
                 for turn in begun[: -EDITED_TURNS - 1 : -1]:
-                    known = turn.prompt.messages
-                    if changes(known, messages[: count - 1]) is not None:
-                        yield turn, count, said
+                    prompt = turn.prompt.messages
+                    if changes(prompt, messages[: count - 1]) is not None:
+                        yield turn, count, response
 
     def _ended(self, key: bytes, said: Sequence[Message]) -> list[Turn]:
         """Returns the turns that end a conversation with a key, the likeliest first.
 
-        Those of which the client has changed fewest messages, then the one that it
-        names, then the latest.
+        The order is by fewest client edits, then by the client's reference, then by
+        recency.
         """
-        found = []
+        candidates = []
         for turn in reversed(list(self._ends.get(key, ()))):
             changed = changes([*turn.prompt.messages, turn.reply], said)
             if changed is not None:
-                # Where clients name a turn, a dialect hands in that turn's own message.
-                found.append((changed, turn.reply is not said[-1], turn))
-        return [turn for _, _, turn in sorted(found, key=lambda each: each[:2])]
+                # If clients reference a turn, a dialect passes the turn's own message.
+                candidates.append((changed, turn.reply is not said[-1], turn))
+        return [turn for _, _, turn in sorted(candidates, key=lambda c: c[:2])]
 
     def _latest(
         self, messages: Sequence[Message], setting: PromptSettings
     ) -> Turn | None:
-        """Returns one of the latest turns whose response is the last of a conversation.
+        """Returns a recent turn whose response is the last in a conversation.
 
-        Found without the keys of all its messages.
+        Without the keys of all its messages.
         """
         for turn in self.turns[: -GROWING_TURNS - 1 : -1]:
             prompt = turn.prompt
             if prompt.setting is not setting or prompt.new_text is not None:
                 continue
             count = turn.num_messages
-            if any(each["role"] == "assistant" for each in messages[count:]):
+            if any(message["role"] == "assistant" for message in messages[count:]):
                 continue
             if begins_with(messages, [*prompt.messages, turn.reply]):
                 return turn
@@ -324,13 +324,13 @@ class Session:
     ) -> Branch | None:
         """Returns why a conversation is a branch; None if it is the first from a turn.
 
-        ``count`` of its messages are those of the turn.
+        Its first ``count`` messages are the turn's.
         """
-        others = [each for each in self.turns if each.prompt.origin is turn]
-        return self._why(others, messages, setting, count) if others else None
+        siblings = [other for other in self.turns if other.prompt.origin is turn]
+        return self._why(siblings, messages, setting, count) if siblings else None
 
     def _apart(self, messages: Sequence[Message], setting: PromptSettings) -> Branch:
-        """Returns why a conversation goes on from no turn."""
+        """Returns why a conversation continues no turn."""
         chats = [turn for turn in self.turns if turn.prompt.new_text is None]
         return self._why(chats, messages, setting) if chats else START
 
@@ -341,45 +341,45 @@ class Session:
         setting: PromptSettings,
         count: int = 0,
     ) -> Branch:
-        """Returns why a conversation goes on from none of these turns."""
-        own = setting.key()
+        """Returns why a conversation continues none of these turns."""
+        settings = setting.key()
         likely = turns[: -COMPARED_TURNS - 1 : -1]
-        for number, key in reversed(list(conversation_keys(messages, own))):
+        for number, key in reversed(list(conversation_keys(messages, settings))):
             if number <= count:
                 break
-            if found := [*self._ends.get(key, ()), *self._begun.get(key, ())]:
-                likely = [found[-1], *likely]
+            if matches := [*self._ends.get(key, ()), *self._begun.get(key, ())]:
+                likely = [matches[-1], *likely]
                 break
-        known = [
+        candidates = [
             Known(
                 number=turn.number,
                 messages=[*turn.prompt.messages, turn.reply],
-                same_settings=turn.prompt.setting.key() == own,
+                same_settings=turn.prompt.setting.key() == settings,
                 shared=count,
             )
             for turn in likely
         ]
-        return nearest(known, messages)
+        return nearest(candidates, messages)
 
     def next_number(self) -> int:
-        """Returns a number that no turn has had."""
+        """Returns a new number for a turn."""
         self._next += 1
         return self._next - 1
 
     def turn(self, number: int | str) -> Turn:
-        """Returns the turn with a number, or whose request has a name.
+        """Returns the turn with a number, or with the id of its request.
 
         Raises:
             ConfigurationError: if there is none, or more than one.
         """
         if isinstance(number, str):
-            found = [each for each in self.turns if each.request_id == number]
-            if len(found) == 1:
-                return found[0]
-            if found:
+            turns = [turn for turn in self.turns if turn.request_id == number]
+            if len(turns) == 1:
+                return turns[0]
+            if turns:
                 raise ConfigurationError(
-                    f"The request {number!r} has {len(found)} turns; give one of their "
-                    f"numbers, {', '.join(str(turn.number) for turn in found)}."
+                    f"The request {number!r} has {len(turns)} turns; give one of their "
+                    f"numbers, {', '.join(str(turn.number) for turn in turns)}."
                 )
         elif type(number) is int:
             index = bisect_left(self.turns, number, key=_number)
@@ -392,11 +392,11 @@ class Session:
         )
 
     def answered(self, name: str) -> Turn | None:
-        """Returns the turn whose answer has a name, if there is one."""
+        """Returns the turn of a named answer, if there is one."""
         return self._answers.get(name)
 
     def unname(self, turn: Turn) -> None:
-        """Forgets the name of a turn's answer; the turn stays."""
+        """Removes the name of a turn's answer; the turn remains."""
         self._answers.pop(turn.name, None)
         turn.name = ""
 
@@ -409,12 +409,12 @@ class Session:
         return list(answers.values())
 
     def is_continued(self, turns: Sequence[Turn]) -> bool:
-        """Returns whether another turn goes on from one of these."""
+        """Returns whether another turn continues one of these."""
         return any(turn.prompt.origin in turns for turn in self.turns)
 
     def __contains__(self, turn: Turn) -> bool:
         index = bisect_left(self.turns, turn.number, key=_number)
-        return any(each is turn for each in self.turns[index : index + 1])
+        return any(member is turn for member in self.turns[index : index + 1])
 
     def add(self, turn: Turn) -> None:
         """Keeps a turn."""
@@ -428,8 +428,8 @@ class Session:
             self._answers[turn.name] = turn
 
     def remove(self, turn: Turn) -> bool:
-        """Forgets a turn that nothing goes on from, and returns whether it did."""
-        goes_on = any(each.prompt.origin is turn for each in self.turns)
+        """Removes a turn without continuations; returns whether it did."""
+        goes_on = any(other.prompt.origin is turn for other in self.turns)
         if goes_on or turn not in self:
             return False
         self.turns.remove(turn)
@@ -442,30 +442,30 @@ class Session:
 
     def _find_keys(self, turn: Turn) -> tuple[bytes, bytes]:
         """Returns the keys of the conversations that a turn answers, and ends."""
-        prompt, own = turn.prompt, _settings_key(turn.prompt.setting)
-        origin, said = prompt.origin, prompt.new_messages
+        prompt, settings = turn.prompt, _settings_key(turn.prompt.setting)
+        origin, new_messages = prompt.origin, prompt.new_messages
         grown = None
         if (
             origin is not None
             and prompt.said is None
-            and _settings_key(origin.prompt.setting) == own
+            and _settings_key(origin.prompt.setting) == settings
         ):
             grown = self._growing.get(origin.number)
         if grown is None:
-            grown, said = ConversationKeys(own), prompt.messages
+            grown, new_messages = ConversationKeys(settings), prompt.messages
         grown = grown.copy()
-        for message in said:
+        for message in new_messages:
             grown.add(message)
         begun = grown.key
-        ended = grown.add(turn.reply)
+        end_key = grown.add(turn.reply)
         self._growing[turn.number] = grown
         while len(self._growing) > GROWING_TURNS:
             self._growing.popitem(last=False)
-        return begun, ended
+        return begun, end_key
 
     @property
     def has_reward(self) -> bool:
-        """Whether a reward was set, of the session or of any part of it."""
+        """Whether the session, or any part of it, has a reward."""
         return (
             self.reward is not None
             or bool(self.agent_rewards or self.branch_rewards)
@@ -483,19 +483,20 @@ class Session:
         """Sets the reward of the session, or of a part of it; see the gateway's.
 
         Raises:
-            ConfigurationError: if the reward is not finite, or there is no such part.
+            ConfigurationError: if the reward is not finite, or the part does not exist.
         """
         value = as_reward(reward)
         parts = {"turn": turn, "agent": agent, "branch": branch}
-        given = [name for name, part in parts.items() if part is not None]
-        if len(given) > 1:
+        targets = [name for name, part in parts.items() if part is not None]
+        if len(targets) > 1:
             raise ConfigurationError(
-                f"A reward is of one thing, got {' and '.join(given)}; set each apart."
+                f"A reward is of one thing, got {' and '.join(targets)}; set each "
+                f"apart."
             )
         if turn is not None:
-            found = self.turn(turn)
-            found.reward = value
-            return RewardTarget("turn", str(found.number))
+            target = self.turn(turn)
+            target.reward = value
+            return RewardTarget("turn", str(target.number))
         if branch is not None:
             number = self.turn(branch).number
             self.branch_rewards[number] = value
@@ -517,7 +518,7 @@ class Session:
             )
 
     def snapshot(self) -> Session:
-        """Returns a copy that later turns and rewards of this session do not change."""
+        """Returns a copy, independent of later turns and rewards."""
         copied = copy(self)
         copied.turns = [replace(turn) for turn in self.turns]
         copied.agent_rewards = dict(self.agent_rewards)
@@ -525,11 +526,11 @@ class Session:
         return copied
 
     def trajectories(self) -> list[Trajectory]:
-        """Returns all paths to trained responses that no other one goes on from.
+        """Returns all paths to trained responses without trained continuations.
 
-        Each trained token is trained in one of them: in the first that has it.
+        Each trained token is trained in the first path that has it.
         """
-        # Others may add turns meanwhile.
+        # Other threads may add turns.
         return find_trajectories(
             list(self.turns),
             self.is_trained,

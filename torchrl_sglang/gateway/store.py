@@ -29,12 +29,12 @@ from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues, VersionSpan
 
 FORMAT = 3
-"""Version of the tables below; a change of them is another one."""
+"""Version of the tables below, to increase with each change."""
 
 APPLICATION = 0x54524C47
-"""Marks files of this kind."""
+"""Marker of these files."""
 
-# A session is known by its key: after a drop(), its name may belong to another one.
+# A session is identified by its key: after a drop(), its name may be reused.
 _TABLES = """
 create table sessions (
     key text primary key, name text, team text, reward real, created real
@@ -51,20 +51,20 @@ create table rewards (
     primary key (session, kind, name)
 );
 """
-"""Rewards of agents and branches; files of format 2 have none."""
+"""Rewards of agents and branches, absent in files of format 2."""
 
 _TOKENS, _VALUES = "q", "d"
-"""Types of arrays: integers and floats of 64 bits."""
+"""Types of arrays: 64-bit integers and floats."""
 
 _BLOBS = ("token_ids", "log_probs")
 _Change: TypeAlias = Sequence[tuple[str, tuple[Any, ...]]]
-"""Statements that are executed together, with their values."""
+"""Statements of one transaction, with their values."""
 
 _REQUEST = (
     *("model", "user", "metadata", "request_id"),
     *("answer_name", "request_digest"),
 )
-"""What a turn keeps of its request, beside the prompt."""
+"""Fields of a turn's request, beside the prompt."""
 
 _COLUMNS = ("columns", "prompt_columns")
 _COMPLETION = [
@@ -73,15 +73,15 @@ _COMPLETION = [
 
 
 class Store:
-    """Writes sessions to a file as they grow, and reads them back.
+    """Writes growing sessions to a file, and reads them back.
 
-    A thread writes, in the order of the calls. What fails because of the disk is kept
-    and written before anything else, when it can be, except turns: no client has seen
-    one that could not be written. A turn is stored as what its parent does not have.
-    One gateway at a time has the file.
+    A thread writes, in the order of the calls. Changes that fail because of the disk
+    are kept and written first when it recovers, except turns: no client has seen an
+    unwritten turn. A turn is stored as its difference to its parent. A file belongs to
+    one gateway at a time.
 
     Args:
-        path: of the file; made where there is none, for its owner alone.
+        path: path of the file; created if missing, readable by its owner only.
 
     Raises:
         ConfigurationError: if the file is not a gateway's, or another gateway has it.
@@ -103,33 +103,33 @@ class Store:
         self._error: Exception | None = None
 
     def _open(self) -> None:
-        # The lock ends with the process, however that ends.
+        # The lock ends with the process.
         self._file.execute("pragma locking_mode = exclusive")
         self._file.execute("pragma journal_mode = wal")
         # A crash of the machine may lose the last turns, never the file.
         self._file.execute("pragma synchronous = normal")
         with self._file:
             self._file.execute("begin exclusive")
-            found = [
+            versions = [
                 self._file.execute(f"pragma {name}").fetchone()[0]
                 for name in ("application_id", "user_version")
             ]
-            # A cursor that an error's frames hold keeps the file locked.
+            # A cursor in the frames of an error keeps the file locked.
             count = self._file.execute("select count(*) from sqlite_master")
             ((tables,),) = count.fetchall()
-            if found == [0, 0] and not tables:
+            if versions == [0, 0] and not tables:
                 for statement in filter(str.strip, (_TABLES + _REWARDS).split(";")):
                     self._file.execute(statement)
                 self._file.execute(f"pragma application_id = {APPLICATION}")
                 self._file.execute(f"pragma user_version = {FORMAT}")
-            elif found[0] != APPLICATION:
+            elif versions[0] != APPLICATION:
                 raise sqlite3.DatabaseError("it is a database of something else")
-            elif found[1] == FORMAT - 1:
+            elif versions[1] == FORMAT - 1:
                 self._file.execute(_REWARDS)
                 self._file.execute(f"pragma user_version = {FORMAT}")
-            elif found[1] != FORMAT:
+            elif versions[1] != FORMAT:
                 raise sqlite3.DatabaseError(
-                    f"its format is version {found[1]}, and this version of the "
+                    f"its format is version {versions[1]}, and this version of the "
                     f"package reads {FORMAT}; give another path"
                 )
 
@@ -146,7 +146,7 @@ class Store:
             ) from error
 
     def close(self) -> None:
-        """Writes what is left, and closes the file. Safe to call twice."""
+        """Writes pending changes, and closes the file. Safe to call twice."""
         with contextlib.suppress(RuntimeError):  # The file has been closed.
             self._writer.submit(self._flush)
         self._writer.shutdown()
@@ -163,17 +163,17 @@ class Store:
         return self._error is not None
 
     def check(self) -> None:
-        """Returns if the file can be written, as far as is known.
+        """Checks that the file can be written.
 
         Raises:
-            GatewayError: if it still cannot be written.
+            GatewayError: if it cannot be written.
         """
         if self._error is not None:
             self._writer.submit(self._flush).result()
             self._raise()
 
     async def written(self) -> None:
-        """Returns when everything so far is in the file.
+        """Waits until all changes are in the file.
 
         Raises:
             GatewayError: if it could not be written.
@@ -199,7 +199,7 @@ class Store:
             statement = "update turns set reward = ? where session = ? and number = ?"
             self._change((statement, (reward, key, int(target.name))))
         else:
-            # Not of a session that is deleted: nothing would delete it.
+            # Only for an existing session: otherwise the row would remain.
             statement = (
                 "insert or replace into rewards select ?, ?, ?, ? "
                 "where exists (select 1 from sessions where key = ?)"
@@ -224,7 +224,7 @@ class Store:
         """Does nothing: turns are in the file before clients have them."""
 
     async def unname(self, session: Session, turn: Turn) -> None:
-        """Returns when it is in the file that a turn's answer has no name any more.
+        """Waits until the name of a turn's answer is removed from the file.
 
         Raises:
             GatewayError: if it cannot be written.
@@ -234,17 +234,17 @@ class Store:
     async def save_turns(
         self, session: Session, turns: Sequence[Turn], *, new: int = 0
     ) -> None:
-        """Returns when turns are in the file, unless their session is deleted.
+        """Waits until turns are in the file, unless their session is deleted.
 
-        A call that is cancelled may write them nevertheless.
+        A cancelled call may still write them.
 
         Args:
-            session: of the turns.
-            turns: new ones, and others again.
-            new: how many are new, which is the same to the file.
+            session: session of the turns.
+            turns: new turns, and changed ones.
+            new: number of new turns, without effect here.
 
         Raises:
-            GatewayError: if it cannot be written. They are not in it then.
+            GatewayError: if it cannot be written; none of them is in it then.
         """
         try:
             write = self._writer.submit(self._write_turns, session, turns)
@@ -280,9 +280,9 @@ class Store:
         self._execute([(statement, row) for row in rows])
 
     def _flush(self) -> None:
-        """Writes the changes that are left, up to the first one that fails."""
+        """Writes pending changes, up to the first failure."""
         if self._error is not None and not self._left:
-            # Finds out whether it can be written again.
+            # Tests whether the file is writable again.
             self._left.append([(f"pragma user_version = {FORMAT}", ())])
         while self._left:
             try:
@@ -294,7 +294,7 @@ class Store:
             self._left.popleft()
 
     def _execute(self, change: _Change) -> None:
-        """Makes a change as a whole, or not at all."""
+        """Makes a change in one transaction."""
         try:
             with self._file:
                 for statement, row in change:
@@ -310,7 +310,7 @@ class Store:
         self._error = None
 
     def load(self) -> list[Session]:
-        """Returns the sessions of the file, in the order in which they began.
+        """Returns the sessions of the file, oldest first.
 
         Raises:
             ConfigurationError: if the file is damaged.
@@ -343,12 +343,12 @@ class Store:
 
 
 TurnRow: TypeAlias = tuple[int, str, float | None, bytes, bytes, bytes | None]
-"""A turn, without what its parent has: number, JSON, reward, and arrays of the prompt's
-tokens, of the response's tokens and of their log-probs."""
+"""A turn, relative to its parent: number, JSON, reward, and arrays of prompt tokens,
+response tokens and log-probs."""
 
 
 def to_row(turn: Turn) -> TurnRow:
-    """Returns a turn as it is written."""
+    """Returns a turn in its stored form."""
     prompt, done = turn.prompt, turn.completion
     origin = prompt.origin
     shared = origin is not None and origin.prompt.setting is prompt.setting
@@ -361,7 +361,7 @@ def to_row(turn: Turn) -> TurnRow:
         "branch": None if prompt.branch is None else _as_dict(prompt.branch),
         "completion": {name: getattr(done, name) for name in _COMPLETION},
         **{
-            kind: [_from_values(each) for each in getattr(done, kind).values()]
+            kind: [_from_values(values) for values in getattr(done, kind).values()]
             for kind in _COLUMNS
             if getattr(done, kind)
         },
@@ -383,18 +383,18 @@ def to_row(turn: Turn) -> TurnRow:
 
 
 def _answer(turn: Turn) -> dict[str, Any]:
-    """Returns the name of an answer, and what its parent's does not say of it."""
+    """Returns the name of an answer, and the fields that differ from its parent's."""
     if not turn.about:
         return {}
-    known = {} if turn.prompt.origin is None else turn.prompt.origin.about
-    shared = [key for key, value in turn.about.items() if known.get(key) is value]
-    own = {key: value for key, value in turn.about.items() if key not in shared}
-    return {"name": turn.name, "about": own, "about_shared": shared}
+    inherited = {} if turn.prompt.origin is None else turn.prompt.origin.about
+    shared = [key for key, value in turn.about.items() if inherited.get(key) is value]
+    changed = {key: value for key, value in turn.about.items() if key not in shared}
+    return {"name": turn.name, "about": changed, "about_shared": shared}
 
 
 def _about(known: Mapping[str, Any], origin: Turn | None) -> dict[str, Any]:
-    before = {} if origin is None else origin.about
-    shared = {key: before[key] for key in known.get("about_shared", ())}
+    inherited = {} if origin is None else origin.about
+    shared = {key: inherited[key] for key in known.get("about_shared", ())}
     return {**shared, **known.get("about", {})}
 
 
@@ -407,50 +407,50 @@ def _settings(setting: PromptSettings) -> dict[str, Any]:
 
 
 def from_row(row: TurnRow, find: Callable[[int], Turn]) -> Turn:
-    """Returns a turn that was written.
+    """Returns a turn from its stored form.
 
     Args:
-        row: as :func:`to_row` returns it.
-        find: returns the turn with a number, which was written before.
+        row: a row of :func:`to_row`.
+        find: returns an earlier turn by number.
     """
     number, content, reward, prompt_ids, token_ids, log_probs = row
-    known = json.loads(content)
-    origin = None if known["parent"] is None else find(known["parent"])
-    given = known["setting"]
-    if given is None and origin is not None:
+    record = json.loads(content)
+    origin = None if record["parent"] is None else find(record["parent"])
+    stored_setting = record["setting"]
+    if stored_setting is None and origin is not None:
         setting = origin.prompt.setting
     else:
-        setting = known_settings(PromptSettings(**given))
-    done = known["completion"]
+        setting = known_settings(PromptSettings(**stored_setting))
+    done = record["completion"]
     done["versions"] = tuple(VersionSpan(**span) for span in done["versions"])
     values = None if log_probs is None else _from_blob(_VALUES, log_probs)
     return Turn(
         number=number,
         prompt=Prompt(
             setting=setting,
-            new_messages=known["messages"],
+            new_messages=record["messages"],
             new_token_ids=_from_blob(_TOKENS, prompt_ids),
-            new_text=known["prompt_text"],
+            new_text=record["prompt_text"],
             origin=origin,
-            said=known.get("said"),
-            branch=Branch(**known["branch"]) if known.get("branch") else None,
+            said=record.get("said"),
+            branch=Branch(**record["branch"]) if record.get("branch") else None,
         ),
         completion=Completion(
             token_ids=list(shared_ids(_from_blob(_TOKENS, token_ids))),
             log_probs=values,
-            columns=_to_columns(known.get("columns", ())),
-            prompt_columns=_to_columns(known.get("prompt_columns", ())),
+            columns=_to_columns(record.get("columns", ())),
+            prompt_columns=_to_columns(record.get("prompt_columns", ())),
             **done,
         ),
-        text=known["text"],
-        reply=known["reply"],
-        ended=known["ended"],
+        text=record["text"],
+        reply=record["reply"],
+        ended=record["ended"],
         reward=reward,
-        created=known["created"],
-        # Files of earlier versions of the package have none of these.
-        **{name: known[name] for name in _REQUEST if name in known},
-        name=known.get("name", ""),
-        about=_about(known, origin),
+        created=record["created"],
+        # Files of earlier versions of the package lack these fields.
+        **{name: record[name] for name in _REQUEST if name in record},
+        name=record.get("name", ""),
+        about=_about(record, origin),
     )
 
 
@@ -486,6 +486,6 @@ def _to_columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, TokenValues]:
 
 
 def _from_blob(kind: str, content: bytes) -> list[Any]:
-    found = array(kind)
-    found.frombytes(content)
-    return found.tolist()
+    numbers = array(kind)
+    numbers.frombytes(content)
+    return numbers.tolist()

@@ -1,4 +1,4 @@
-"""Sampling parameters under which responses keep to a choice of tools."""
+"""Sampling parameters that enforce a choice of tools."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 GRAMMARS = frozenset(
     name for name, row in SAMPLING_PARAMETERS.items() if row.needs_grammar
 )
-"""Sampling parameters that are grammars, of which a request has one."""
+"""Sampling parameters that are grammars; a request has at most one."""
 
 MOST_CHARACTERS, MOST_LEVELS = 200_000, 100
-"""Most characters of a grammar, and levels of brackets. Servers compile it beside their
-scheduler, and nothing stops that: 2,000 levels took minutes and gigabytes."""
+"""Most characters of a grammar, and levels of brackets. Servers compile grammars beside
+their scheduler, without a limit: 2,000 levels took minutes and gigabytes."""
 
 _LITERALS = {
     "regex": re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL),
     "ebnf": re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]', re.DOTALL),
 }
-"""Kind of grammar -> what in it are characters, and no brackets."""
+"""Kind of grammar -> its literals, whose brackets do not count."""
 
 
 def check_grammar(name: str, text: str) -> None:
@@ -62,7 +62,7 @@ def _levels(text: str, literals: re.Pattern[str]) -> int:
 
 
 def _levels_of_json(text: str) -> int:
-    """Returns the levels of JSON; 0 for what is none, which a server refuses."""
+    """Returns the levels of JSON; 0 for invalid JSON, which a server refuses."""
     try:
         layer = _nested([json.loads(text)])
     except ValueError:
@@ -74,8 +74,8 @@ def _levels_of_json(text: str) -> int:
             return level
         layer = _nested(
             child
-            for each in layer
-            for child in (each.values() if isinstance(each, dict) else each)
+            for node in layer
+            for child in (node.values() if isinstance(node, dict) else node)
         )
     return MOST_LEVELS + 1
 
@@ -94,42 +94,42 @@ def with_choice(
     prompt: str | None,
     has_grammar: bool,
 ) -> dict[str, Any]:
-    """Returns parameters under which responses keep to a choice of tools.
+    """Returns sampling parameters that enforce a choice of tools.
 
     Args:
-        params: of the request, under SGLang's names.
-        tools: that it offers.
-        choice: of those that may be called.
+        params: parameters of the request, under SGLang's names.
+        tools: tools of the request.
+        choice: the allowed tools.
         call_parser: SGLang's name of the format of tool calls.
         reasoning_parser: the same for reasoning.
-        prompt: as the template renders it.
+        prompt: the rendered prompt.
         has_grammar: whether the servers have a grammar backend.
 
     Raises:
-        ConfigurationError: if it cannot be kept to here.
+        ConfigurationError: if the choice cannot be enforced here.
         UnsupportedByServerError: if the servers have no grammar backend.
     """
     schema = params.get("json_schema")
     if not tools or (call_parser is None and not choice.required):
-        # There are no calls.
+        # No calls are possible.
         return dict(params)
     if choice.is_free and (
         schema is None or not _is_known(call_parser, reasoning_parser)
     ):
         return dict(params)
-    said = ", ".join(choice.fields) or "response_format beside tools"
+    cause = ", ".join(choice.fields) or "response_format beside tools"
     calls, marks = find_format(call_parser), find_marks(reasoning_parser)
     if not has_grammar:
         raise UnsupportedByServerError(
-            f"{said} needs a grammar backend, and the server was started without one; "
+            f"{cause} needs a grammar backend, and the server was started without one; "
             f"start it with grammar_backend='xgrammar', or make the gateway with "
             f"tool_choice='auto', which leaves choices to the model."
         )
-    own = {name for name in GRAMMARS - {"json_schema"} if params.get(name)}
-    if own:
+    grammars = {name for name in GRAMMARS - {"json_schema"} if params.get(name)}
+    if grammars:
         raise ConfigurationError(
-            f"{said} is kept to by a grammar, and the request has one of its own, "
-            f"{', '.join(sorted(own))}; give one of the two."
+            f"{cause} is kept to by a grammar, and the request has one of its own, "
+            f"{', '.join(sorted(grammars))}; give one of the two."
         )
     grammar = response_grammar(
         tools,
@@ -140,11 +140,11 @@ def with_choice(
         schema=None if schema is None else json.loads(schema),
     )
     check_grammar("structural_tag", grammar)
-    others = {name: params[name] for name in params if name != "json_schema"}
-    return {**others, "structural_tag": grammar}
+    remaining = {name: params[name] for name in params if name != "json_schema"}
+    return {**remaining, "structural_tag": grammar}
 
 
 def _is_known(call_parser: str | None, reasoning_parser: str | None) -> bool:
-    """Returns whether a grammar can write calls behind reasoning."""
+    """Returns whether a grammar supports calls after reasoning."""
     reasons = reasoning_parser is None or reasoning_parser in REASONING_MARKS
     return call_parser in CALL_FORMATS and reasons

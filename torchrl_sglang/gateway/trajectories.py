@@ -1,4 +1,4 @@
-"""Paths through the turns of a session, with what they are worth. Pure."""
+"""Paths through the turns of a session, with their rewards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Trajectory:
     session: str
     """Name of the session."""
     turns: Sequence[Turn]
-    """Turns, each of which begins with the tokens of the one before."""
+    """Turns, each of which begins with the tokens of its predecessor."""
     trained: Sequence[bool]
-    """True for each turn that the gateway's rule selects, and that is of no earlier
-    trajectory: only these are to be trained on."""
+    """True for each turn of the gateway's rule that no earlier trajectory has: only
+    these are trained."""
     rewards: Sequence[float]
-    """Reward that stands at each turn: its own; at the last one, those of the session
-    and of branches on the path, too; at the last one of an agent, that agent's."""
+    """Reward at each turn: its own; at the last turn, the session's and the path's
+    branches' as well; at the last turn of an agent, the agent's."""
     discount: float = 1.0
-    """Factor of a reward for each turn before it."""
+    """Discount of a reward for each turn before it."""
     has_reward: bool = True
     """Whether a reward was set; otherwise all are 0."""
 
@@ -47,11 +47,11 @@ class Trajectory:
     @property
     def messages(self) -> list[Message]:
         """All messages."""
-        last = self.turns[-1]
-        return [*last.prompt.messages, last.reply]
+        final = self.turns[-1]
+        return [*final.prompt.messages, final.reply]
 
     def spans(self) -> Iterator[tuple[Turn, bool, int, int]]:
-        """Yields each turn, whether it is trained, and where its response lies."""
+        """Yields each turn, whether it is trained, and the bounds of its response."""
         for turn, trained in zip(self.turns, self.trained, strict=True):
             yield turn, trained, turn.prompt.num_tokens, turn.num_tokens
 
@@ -66,86 +66,86 @@ def find_trajectories(
     branch_rewards: Mapping[int, float],
     discount: float,
 ) -> list[Trajectory]:
-    """Returns all paths to trained responses that no other one goes on from.
+    """Returns all paths to trained responses without trained continuations.
 
-    Each trained token is trained in one of them: in the first that has it.
+    Each trained token is trained in the first path that has it.
 
     Args:
-        turns: of the session, in the order of their numbers.
-        is_trained: says of a turn whether it is trained.
+        turns: turns of the session, in the order of their numbers.
+        is_trained: returns whether a turn is trained.
         session: name of the session.
-        reward: of the session as a whole.
-        agent_rewards: of agents, by the ``model`` that they name.
-        branch_rewards: of branches, by the number of their first turn.
-        discount: of a reward, for each turn before it.
+        reward: reward of the session as a whole.
+        agent_rewards: rewards of agents, by the ``model`` in their requests.
+        branch_rewards: rewards of branches, by the number of their first turn.
+        discount: discount of a reward, for each turn before it.
     """
-    known = {turn.number: turn for turn in turns}
-    chosen = {number for number, turn in known.items() if is_trained(turn)}
-    inner = _before(known, chosen)
-    own = _own_rewards(known, chosen | inner)
+    by_number = {turn.number: turn for turn in turns}
+    chosen = {number for number, turn in by_number.items() if is_trained(turn)}
+    inner = _before(by_number, chosen)
+    turn_rewards = _own_rewards(by_number, chosen | inner)
 
     def place(path: Sequence[Turn]) -> list[list[float]]:
-        """Returns the rewards that stand at each turn of a path."""
-        placed = [list(own.get(turn.number, ())) for turn in path]
+        """Returns the rewards at each turn of a path."""
+        placed = [list(turn_rewards.get(turn.number, ())) for turn in path]
         if reward is not None:
             placed[-1].append(reward)
         for turn in path:
             if turn.number in branch_rewards:
                 placed[-1].append(branch_rewards[turn.number])
-        last = {turn.model: index for index, turn in enumerate(path)}
+        last_index = {turn.model: index for index, turn in enumerate(path)}
         for agent, its_reward in agent_rewards.items():
-            if agent in last:
-                placed[last[agent]].append(its_reward)
+            if agent in last_index:
+                placed[last_index[agent]].append(its_reward)
         return placed
 
     seen: set[int] = set()
-    found = []
-    for leaf in known.values():
+    trajectories = []
+    for leaf in by_number.values():
         if leaf.number in inner or leaf.number not in chosen:
             continue
         path = [leaf]
         while (parent := path[-1].prompt.parent) is not None:
-            path.append(known[parent])
+            path.append(by_number[parent])
         path.reverse()
         fresh = chosen - seen
         trained = [turn.number in fresh for turn in path]
         seen.update(turn.number for turn in path)
         placed = place(path)
-        found.append(
+        trajectories.append(
             Trajectory(
                 session=session,
                 turns=path,
                 trained=trained,
-                rewards=[sum(each) for each in placed],
+                rewards=[sum(values) for values in placed],
                 discount=discount,
                 has_reward=any(placed),
             )
         )
-    return found
+    return trajectories
 
 
 def _before(turns: Mapping[int, Turn], chosen: Set[int]) -> set[int]:
-    """Returns the numbers of the turns that chosen ones go on from."""
-    found: set[int] = set()
-    # A turn has a greater number than those before it.
+    """Returns the numbers of the turns that chosen turns continue."""
+    inner: set[int] = set()
+    # A turn has a greater number than its predecessors.
     for number in sorted(turns, reverse=True):
         parent = turns[number].prompt.parent
-        if parent is not None and (number in chosen or number in found):
-            found.add(parent)
-    return found
+        if parent is not None and (number in chosen or number in inner):
+            inner.add(parent)
+    return inner
 
 
 def _own_rewards(turns: Mapping[int, Turn], kept: Set[int]) -> dict[int, list[float]]:
-    """Returns the rewards of turns alone, by number.
+    """Returns the rewards of turns, by number.
 
-    That of a turn of no path is its parent's: what follows a turn is to its credit.
+    A turn outside of all paths credits its parent with its reward.
     """
-    found: dict[int, list[float]] = {}
+    by_turn: dict[int, list[float]] = {}
     for number in sorted(turns, reverse=True):
         turn = turns[number]
         if turn.reward is not None:
-            found.setdefault(number, []).append(turn.reward)
+            by_turn.setdefault(number, []).append(turn.reward)
         parent = turn.prompt.parent
-        if number in found and number not in kept and parent is not None:
-            found.setdefault(parent, []).extend(found.pop(number))
-    return found
+        if number in by_turn and number not in kept and parent is not None:
+            by_turn.setdefault(parent, []).extend(by_turn.pop(number))
+    return by_turn

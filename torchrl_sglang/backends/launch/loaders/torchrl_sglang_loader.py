@@ -569,7 +569,7 @@ def _again(model: Any, state: LoaderState, order: Any, content: torch.Tensor) ->
     valid = all(place.is_valid() for place in state.places.values())
     if memory is None or memory.number != order["memory"] or not valid:
         raise LookupError("the sender's memory is not open here any more")
-    kept.copies.run()
+    memory.copies.run()
 
 
 def _rebuild(
