@@ -23,7 +23,7 @@ STOP_SECONDS = 30.0
 MAX_SAMPLES = 256
 
 _RUN: contextvars.ContextVar[_SampleRun] = contextvars.ContextVar("inspect_run")
-"""Run of the sample whose solvers run."""
+"""Run of the current sample."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -35,7 +35,7 @@ class _SampleRun:
     epoch: int
     """Number of the run of this sample."""
     model: Any
-    """Model of Inspect that asks the session."""
+    """Model of Inspect that calls the session."""
     result: Future[Any]
     """The sample's log, with its scores."""
 
@@ -45,9 +45,9 @@ class InspectAgent:
 
     A task here is a sample of the task's dataset. Inspect runs its solver with the
     gateway as the model, in its sandbox if it has one, and scores it. All samples are
-    parts of one evaluation of Inspect in a thread, which begins with the first one and
-    ends with :meth:`close`; a process can have one evaluation at a time. It has no
-    progress bars unless ``INSPECT_DISPLAY`` is set.
+    parts of a common evaluation of Inspect in a thread, which begins with the first
+    sample and ends with :meth:`close`; a process can have one evaluation at a time. It
+    has no progress bars unless ``INSPECT_DISPLAY`` is set.
 
     It needs an Inspect with ``SampleSource``, as 0.3.285; extra ``inspect``.
 
@@ -55,16 +55,16 @@ class InspectAgent:
         task: an ``inspect_ai.Task``. It is changed: its dataset becomes a source.
 
     Keyword Args:
-        reward: name of the scorer whose value is the reward, or a function of the
-            ``EvalSample`` that returns it. Defaults to the only scorer. Values are read
-            by Inspect's ``value_to_float``: ``"C"`` is 1, ``"P"`` 0.5 and ``"I"`` 0.
+        reward: name of the reward's scorer, or a function of the ``EvalSample``.
+            Defaults to the only scorer. Inspect's ``value_to_float`` converts values:
+            ``"C"`` is 1, ``"P"`` 0.5 and ``"I"`` 0.
         max_samples: most samples at once. Defaults to 256.
         eval_args: further arguments of ``inspect_ai.eval_async``, such as
-            ``{"time_limit": 600, "model_roles": {"grader": "openai/gpt-5"}}``. A scorer
-            that asks a model needs another than the policy.
+            ``{"time_limit": 600, "model_roles": {"grader": "openai/gpt-5"}}``. A
+            model-graded scorer needs another model than the policy.
 
     Raises:
-        ConfigurationError: if there is no such Inspect, or an argument is wrong.
+        ConfigurationError: if Inspect is too old or missing, or an argument is wrong.
 
     Examples:
         >>> from inspect_evals.gsm8k import gsm8k  # doctest: +SKIP
@@ -85,8 +85,8 @@ class InspectAgent:
         _check(task)
         self._task = task
         self._samples = {
-            number if each.id is None else each.id: each
-            for number, each in enumerate(task.dataset, start=1)
+            number if sample.id is None else sample.id: sample
+            for number, sample in enumerate(task.dataset, start=1)
         }
         self._reward = reward
         self._evaluation = _Evaluation(task, max_samples, dict(eval_args or {}))
@@ -126,7 +126,7 @@ class InspectAgent:
         return self._reward_of(log)
 
     def close(self) -> None:
-        """Ends the evaluation; samples that run are cancelled."""
+        """Ends the evaluation; running samples are cancelled."""
         self._evaluation.close()
 
     def _reward_of(self, log: Any) -> float:
@@ -148,7 +148,7 @@ class InspectAgent:
 
 
 class _Evaluation:
-    """An evaluation of Inspect that is given its samples while it runs."""
+    """An evaluation of Inspect that receives its samples while it runs."""
 
     def __init__(self, task: Any, max_samples: int, arguments: dict[str, Any]) -> None:
         self._task = task
@@ -169,7 +169,7 @@ class _Evaluation:
         self._failure: BaseException | None = None
 
     async def run(self, sample: Any, *, base_url: str, api_key: str) -> Any:
-        """Returns the log of a sample that has run in a session."""
+        """Returns the log of a sample after its run in a session."""
         from inspect_ai.model import get_model
 
         await asyncio.to_thread(self._start)
@@ -194,7 +194,7 @@ class _Evaluation:
             self._loop.call_soon_threadsafe(self._enqueue, run, context=self._context)
             return await asyncio.wrap_future(run.result)
         finally:
-            # A sample that nobody waits for has no model any more.
+            # An abandoned sample has no model.
             self._runs.pop((sample.id, run.epoch), None)
             self._close(model)
 
@@ -211,7 +211,7 @@ class _Evaluation:
     # In other threads than the evaluation's.
 
     def _close(self, model: Any) -> None:
-        """Closes a model where its connections are used."""
+        """Closes a model on the loop of its connections."""
 
         async def close() -> None:
             async with model:
@@ -247,26 +247,26 @@ class _Evaluation:
         folder = tempfile.mkdtemp(prefix="torchrl_sglang_inspect_")
         try:
             asyncio.run(self._evaluate(folder))
-            ended: BaseException = UserFunctionError("it was closed")
-        except BaseException as error:  # noqa: BLE001 - Who waits gets it.
-            ended = error
+            cause: BaseException = UserFunctionError("it was closed")
+        except BaseException as error:  # noqa: BLE001 - Passed on.
+            cause = error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
-            self._failure = ended
-        self._fail(UserFunctionError(f"Inspect's evaluation has ended: {ended}."))
+            self._failure = cause
+        self._fail(UserFunctionError(f"Inspect's evaluation has ended: {cause}."))
         self._ready.set()
 
     async def _evaluate(self, folder: str) -> None:
         from inspect_ai import eval_async, task_with
 
-        # Progress bars are for evaluations that somebody looks at.
+        # Progress bars are for evaluations with a viewer.
         os.environ.setdefault("INSPECT_DISPLAY", "none")
         self._loop, self._wake = asyncio.get_running_loop(), asyncio.Event()
         setup = self._task.setup
-        others = [] if setup is None else setup if isinstance(setup, list) else [setup]
+        solvers = [] if setup is None else setup if isinstance(setup, list) else [setup]
         task = task_with(
-            self._task, dataset=_source_of(self), setup=[_router_of(self), *others]
+            self._task, dataset=_source_of(self), setup=[_router_of(self), *solvers]
         )
         arguments = {"log_dir": folder, **self._arguments}
         logs = await eval_async(task, model=_session_model(), **arguments)
@@ -292,7 +292,7 @@ class _Evaluation:
         return None if self._closed else []
 
     def ended(self, sample_id: Any, epoch: int, log: Any) -> None:
-        """Gives the log of a sample to whoever waits for it."""
+        """Passes the log of a sample to its waiting run."""
         run = self._runs.get((sample_id, epoch))
         if run is not None and not run.result.done():
             run.result.set_result(log)
@@ -339,7 +339,7 @@ def _source_of(evaluation: _Evaluation) -> Any:
 
 
 def _router_of(evaluation: _Evaluation) -> Any:
-    """Returns a solver that tells the later ones of a sample their session."""
+    """Returns a solver that sets the session for the later solvers of a sample."""
     from inspect_ai.solver import solver
 
     @solver
@@ -354,11 +354,11 @@ def _router_of(evaluation: _Evaluation) -> Any:
 
 
 def _session_model() -> Any:
-    """Returns a model of Inspect that asks the session of the sample that runs."""
+    """Returns an Inspect model that routes calls to the current sample's session."""
     from inspect_ai.model import ModelAPI, get_model, modelapi
 
     class SessionAPI(ModelAPI):
-        """Asks the session of the sample that runs."""
+        """Routes calls to the session of the current sample."""
 
         async def generate(self, *arguments: Any, **keywords: Any) -> Any:
             run = _RUN.get(None)

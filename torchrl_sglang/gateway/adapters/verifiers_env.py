@@ -17,23 +17,22 @@ class VerifiersAgent:
     """An environment of `verifiers` as an agent, with its dataset and its rewards.
 
     A task is a row of the environment's dataset. The environment holds the conversation
-    with the gateway, with its own tools and turns, and scores it by its rubric.
-
-    It takes environments of the class ``verifiers.Environment``, which versions 0.2 and
-    0.3.0 have; extra ``verifiers``.
+    with the gateway, with its own tools and turns, and scores it by its rubric. It
+    supports the class ``verifiers.Environment`` of versions 0.2 and 0.3.0; extra
+    ``verifiers``.
 
     Args:
-        environment: of ``verifiers.load_environment``, or made otherwise.
+        environment: an environment, such as from ``verifiers.load_environment``.
 
     Keyword Args:
-        sampling_args: over the environment's own, such as ``{"max_tokens": 512}``.
-        reward: a function that makes the reward of a rollout's output, a mapping with
-            ``"reward"``, ``"metrics"`` and others. Defaults to ``output["reward"]``.
+        sampling_args: override the environment's own, such as ``{"max_tokens": 512}``.
+        reward: returns the reward of a rollout's output, a mapping with ``"reward"``,
+            ``"metrics"`` and others. Defaults to ``output["reward"]``.
         model: name in the requests. Defaults to ``"policy"``.
 
     Raises:
-        ConfigurationError: if it is no such environment, or its rubric scores groups as
-            a whole: here each rollout is scored by itself.
+        ConfigurationError: if the environment has another class, or its rubric scores
+            groups as a whole: here each rollout is scored by itself.
 
     Examples:
         >>> import verifiers  # doctest: +SKIP
@@ -81,7 +80,7 @@ class VerifiersAgent:
         """Holds the conversation of a task, and returns its reward.
 
         Raises:
-            ConfigurationError: if there is no such task.
+            ConfigurationError: if the task does not exist.
             UserFunctionError: if the environment reports an error.
         """
         from openai import AsyncOpenAI
@@ -100,8 +99,8 @@ class VerifiersAgent:
                 f"The environment {type(self.environment).__name__} has failed in "
                 f"{dict(task)}: {output['error']}."
             )
-        found = output["reward"] if self._reward is None else self._reward(output)
-        return float(found)
+        reward = output["reward"] if self._reward is None else self._reward(output)
+        return float(reward)
 
     def _rows(self, split: Split) -> Any:
         if split == "train":

@@ -1,6 +1,6 @@
-"""Protocols that the gateway's clients speak, each in a file and a row of the registry.
+"""Protocols of the gateway's clients, each in a file and a row of the registry.
 
-``base.py`` says what a dialect is, ``registry.py`` lists them. A dialect reads a body
-into a :class:`~torchrl_sglang.gateway.request.Request` and writes turns as its answer;
-sessions, keys of sessions, generation, retries and delivery are the same for all.
+``base.py`` defines a dialect, ``registry.py`` lists them. A dialect parses a body into
+a :class:`~torchrl_sglang.gateway.request.Request` and formats turns as its answer;
+sessions, their keys, generation, retries and delivery are common to all.
 """

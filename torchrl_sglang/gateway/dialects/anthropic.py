@@ -54,7 +54,7 @@ _ABOUT = frozenset(
         *("billing_policy", "diagnostics", "user_profile_id", "workspace_id"),
     }
 )
-"""Accounting with Anthropic, which changes no response."""
+"""Fields for Anthropic's accounting, which change no response."""
 
 _STOP = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -70,7 +70,7 @@ def read_messages(body: Any) -> Request:
     """Returns a request to ``/v1/messages``.
 
     Raises:
-        ConfigurationError: for what is wrong or not supported.
+        ConfigurationError: for invalid or unsupported fields.
     """
     if not isinstance(body, Mapping) or body.get("max_tokens") is None:
         raise ConfigurationError("max_tokens is required.")
@@ -81,37 +81,37 @@ def read_count(body: Any) -> Request:
     """Returns a request to ``/v1/messages/count_tokens``.
 
     Raises:
-        ConfigurationError: for what is wrong or not supported.
+        ConfigurationError: for invalid or unsupported fields.
     """
-    given = dict(body)
-    messages = read_system(given.pop("system", None))
-    turns = given.pop("messages", None)
+    fields = dict(body)
+    messages = read_system(fields.pop("system", None))
+    turns = fields.pop("messages", None)
     if not isinstance(turns, list) or not turns:
         raise ConfigurationError("messages must be a list of at least one message.")
-    for index, each in enumerate(turns):
-        messages += read_message(f"messages[{index}]", each)
-    offered, asked = given.pop("tools", None) or (), given.pop("tool_choice", None)
+    for index, turn in enumerate(turns):
+        messages += read_message(f"messages[{index}]", turn)
+    offered, wish = (fields.pop("tools", None) or (), fields.pop("tool_choice", None))
     offered = without_deferred(offered, turns)
-    tools = read_tools(() if _kind(asked) == "none" else offered)
-    choice = _choice(asked, tools)
-    hints, shown = _thinking(given.pop("thinking", None))
-    format_, effort = _output(given.pop("output_config", None))
-    edits = given.pop("context_management", None)
-    metadata = _metadata(given.pop("metadata", None))
+    tools = read_tools(() if _kind(wish) == "none" else offered)
+    choice = _choice(wish, tools)
+    hints, shown = _thinking(fields.pop("thinking", None))
+    format_, effort = _output(fields.pop("output_config", None))
+    edits = fields.pop("context_management", None)
+    metadata = _metadata(fields.pop("metadata", None))
     ignored = tool_wishes(offered if tools else (), free=choice.is_free)
     if not _keeps_all(edits):
         ignored.append("context_management")
-    schema = _schema(format_ or given.pop("output_format", None))
+    schema = _schema(format_ or fields.pop("output_format", None))
     return Request(
         messages=messages,
         setting=PromptSettings(tools=tools),
         hints=[*hints, *effort],
         choice=choice,
-        model=str(given.pop("model", "")),
+        model=str(fields.pop("model", "")),
         user=None if metadata.get("user_id") is None else str(metadata["user_id"]),
         metadata=metadata,
-        stream=bool(given.pop("stream", None)),
-        sampling=Sampling(params={**_params(given), **schema}),
+        stream=bool(fields.pop("stream", None)),
+        sampling=Sampling(params={**_params(fields), **schema}),
         reasoning=shown,
         edits=edits is not None,
         ignored=tuple(ignored),
@@ -119,14 +119,14 @@ def read_count(body: Any) -> Request:
 
 
 def _metadata(given: Any) -> dict[str, Any]:
-    """Returns what a client says of a request beside it."""
+    """Returns the metadata of a request."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigurationError(f"metadata={given!r:.200} must be an object.")
     return dict(given or {})
 
 
 def _kind(given: Any) -> Any:
-    """Returns the type that an option is of, which may stand for the option."""
+    """Returns the type of an option; the type alone may stand for the option."""
     return given.get("type") if isinstance(given, Mapping) else given
 
 
@@ -137,10 +137,10 @@ def _params(given: Mapping[str, Any]) -> dict[str, Any]:
         if value is None or name in _ABOUT or (name == "mcp_servers" and value == []):
             continue
         if name not in _SAMPLING:
-            near = nearest(name, _SAMPLING)
+            guess = nearest(name, _SAMPLING)
             raise ConfigurationError(
                 f"{name!r} is not supported by this endpoint."
-                + (f" Did you mean {near!r}?" if near else "")
+                + (f" Did you mean {guess!r}?" if guess else "")
                 + f" A gateway with ignored_params=[{name!r}] leaves it out."
             )
         params[_SAMPLING[name]] = value
@@ -148,7 +148,7 @@ def _params(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
-    """Returns which tools may be called, and whether one has to be."""
+    """Returns the allowed tools, and whether a call is required."""
     kind = _kind(given)
     if kind not in (None, "auto", "any", "tool", "none"):
         raise ConfigurationError(
@@ -172,7 +172,7 @@ def _choice(given: Any, tools: Sequence[Mapping[str, Any]]) -> ToolChoice:
 
 
 def _thinking(given: Any) -> tuple[list[Hint], bool]:
-    """Returns what templates may know of thinking, and whether it is told."""
+    """Returns the hints on thinking for templates, and whether thinking is returned."""
     kind = _kind(given)
     if kind is None:
         return [], True
@@ -193,21 +193,21 @@ def _thinking(given: Any) -> tuple[list[Hint], bool]:
 
 
 def _output(given: Any) -> tuple[Any, list[Hint]]:
-    """Returns the format of the response, and what templates may know of effort."""
+    """Returns the response format, and the hints on effort for templates."""
     if given is None:
         return None, []
-    known = ("effort", "format", "task_budget")
-    if not isinstance(given, Mapping) or not set(given) <= {*known}:
+    names = ("effort", "format", "task_budget")
+    if not isinstance(given, Mapping) or not set(given) <= {*names}:
         raise ConfigurationError(
             f"output_config={given!r:.200} may have effort, format and task_budget."
         )
-    found = []
+    hints = []
     if (effort := given.get("effort")) is not None:
         name, variables = "output_config.effort", ("reasoning_effort",)
-        found.append(Hint(name=name, variables=variables, value=effort))
+        hints.append(Hint(name=name, variables=variables, value=effort))
     if (budget := given.get("task_budget")) is not None:
-        found.append(Hint(name="output_config.task_budget", variables=(), value=budget))
-    return given.get("format"), found
+        hints.append(Hint(name="output_config.task_budget", variables=(), value=budget))
+    return given.get("format"), hints
 
 
 def _schema(given: Any) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _schema(given: Any) -> dict[str, Any]:
 
 
 def _keeps_all(given: Any) -> bool:
-    """Returns whether edits of a conversation are ones that change nothing."""
+    """Returns whether the edits of a conversation have no effect."""
     if given is None:
         return True
     edits = given.get("edits") if isinstance(given, Mapping) else given
@@ -240,11 +240,11 @@ def _keeps_all(given: Any) -> bool:
 
 
 class MessageWriter(Writer):
-    """Writes the answers to one request.
+    """Formats the answers to one request.
 
     Args:
-        request: of a client.
-        info: of the answer.
+        request: request of a client.
+        info: facts about the answer.
     """
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
@@ -273,7 +273,7 @@ class MessageWriter(Writer):
         }
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """Yields the start of the message; what was cached is told at its end."""
+        """Yields the start of the message; the cached tokens follow at its end."""
         yield from self._start(Usage(prompt=prompt_tokens, cached=0, response=0))
 
     def _start(self, usage: Usage) -> Iterator[bytes]:
@@ -290,37 +290,37 @@ class MessageWriter(Writer):
         yield _event("message_start", message=start)
 
     def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
-        """Yields what is new in the response."""
+        """Yields the new part of the response."""
         if draft.reasoning or draft.content:
-            said = draft.message
+            message = draft.message
             if not draft.content:
-                del said["content"]
-            yield from self._blocks.grow(list(_blocks(said, self._reasoning)))
+                del message["content"]
+            yield from self._blocks.grow(list(_blocks(message, self._reasoning)))
 
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
-        """Yields the answer as server-sent events, or what is left of it."""
+        """Yields the answer as server-sent events, or its remaining part."""
         (turn,) = turns
         blocks = list(_blocks(turn.reply, self._reasoning))
-        rest = [*self._blocks.grow(blocks), *self._blocks.close(blocks)]
+        remaining = [*self._blocks.grow(blocks), *self._blocks.close(blocks)]
         yield from self._start(usage)
-        yield from rest
+        yield from remaining
         counted = _usage(usage, usage.response)
         yield _event("message_delta", delta=_stop(turn), usage=counted, **self._edits)
         yield _event("message_stop")
 
 
 class _BlockEvents:
-    """Events of the blocks of a message, of which the last one grows."""
+    """Events of a message's blocks, of which only the last grows."""
 
     def __init__(self) -> None:
         self._index = -1
         self._told = ""
 
     def grow(self, blocks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        """Yields what blocks have more than before; all but the last are complete.
+        """Yields the growth of blocks; all but the last are complete.
 
         Raises:
-            GatewayError: if they begin otherwise.
+            GatewayError: if their earlier text has changed.
         """
         for index in range(max(self._index, 0), len(blocks)):
             block = blocks[index]
@@ -332,7 +332,7 @@ class _BlockEvents:
                 yield _event("content_block_start", index=index, content_block=empty)
             kind, name, text = _text_of(block)
             new, self._told = more(text, self._told), text
-            # A block of text has one even if there is none.
+            # A text block has a delta even if it is empty.
             if new or (block["type"] == "text" and not text):
                 yield self._delta({"type": kind, name: new})
 
@@ -374,7 +374,7 @@ def _text_of(block: Mapping[str, Any]) -> tuple[str, str, str]:
 
 
 def _blocks(said: Message, shown: bool) -> Iterator[dict[str, Any]]:
-    """Yields the blocks of a response; its reasoning may be left out of them."""
+    """Yields the blocks of a response, optionally without its reasoning."""
     if reasoning := said.get("reasoning_content"):
         signature = base64.b64encode(
             hashlib.blake2b(reasoning.encode(errors="replace")).digest()
@@ -382,8 +382,8 @@ def _blocks(said: Message, shown: bool) -> Iterator[dict[str, Any]]:
         yield {
             "type": "thinking",
             "thinking": reasoning if shown else "",
-            # Clients drop or rewrite blocks without one. What comes back is compared
-            # with what was recorded, so it proves nothing here.
+            # Clients drop or rewrite blocks without a signature. A returned block is
+            # compared with the record, so the signature proves nothing here.
             "signature": signature.decode(),
         }
     calls, content = said.get("tool_calls", ()), said.get("content")
@@ -436,7 +436,7 @@ class Messages(Dialect):
         """Returns the content of an error."""
         message = failure.message
         if failure.too_long is not None:
-            # The words that clients search for.
+            # The wording that clients search for.
             tokens, longest = failure.too_long
             message = f"prompt is too long: {tokens} tokens > {longest} maximum"
         return {"type": "error", "error": {"type": failure.kind, "message": message}}

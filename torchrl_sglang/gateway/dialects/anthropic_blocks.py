@@ -1,4 +1,4 @@
-"""Messages and tools of Anthropic's dialect, in the form of a conversation. Pure.
+"""Messages and tools of Anthropic's dialect, as a conversation.
 
 Source: the Anthropic API reference, "Messages".
 """
@@ -14,14 +14,14 @@ from torchrl_sglang.chat.repeated import read_once
 from torchrl_sglang.errors import ConfigurationError
 
 _WISHES = ("strict", "input_examples")
-"""Fields of tools that have no effect on a prompt."""
+"""Fields of tools without effect on a prompt."""
 
 
 def read_system(given: Any) -> list[Message]:
     """Returns the system prompt, if there is one.
 
     Raises:
-        ConfigurationError: if it is something else than text.
+        ConfigurationError: if it is not text.
     """
     text = text_of(given, "system")
     return [{"role": "system", "content": text}] if text else []
@@ -29,10 +29,10 @@ def read_system(given: Any) -> list[Message]:
 
 @read_once
 def read_message(name: str, given: Any) -> list[Message]:
-    """Returns a message; results of tools are messages of their own.
+    """Returns a message; tool results become separate messages.
 
     Raises:
-        ConfigurationError: if it is no message, or holds something else than text.
+        ConfigurationError: if it is not a message, or contains other content than text.
     """
     role = given.get("role") if isinstance(given, Mapping) else None
     if role not in ("user", "assistant", "system"):
@@ -44,11 +44,11 @@ def read_message(name: str, given: Any) -> list[Message]:
         raise ConfigurationError(f"{name}.content must be a text or a list of blocks.")
     if role == "assistant":
         return [_assistant(name, content)]
-    found: list[Message] = []
+    messages: list[Message] = []
     texts: list[Any] = []
     for block in content:
         if isinstance(block, Mapping) and block.get("type") == "tool_result":
-            found.append(
+            messages.append(
                 {
                     "role": "tool",
                     "content": _result(block, name),
@@ -57,9 +57,9 @@ def read_message(name: str, given: Any) -> list[Message]:
             )
         else:
             texts.append(block)
-    if texts or not found:
-        found.append({"role": role, "content": _text(texts, name)})
-    return found
+    if texts or not messages:
+        messages.append({"role": role, "content": _text(texts, name)})
+    return messages
 
 
 def _result(block: Mapping[str, Any], name: str) -> str:
@@ -81,8 +81,8 @@ def _as_text(block: Any, name: str) -> Any:
     if kind == "document":
         parts = [_line(block, "title"), _line(block, "context"), _source(block, name)]
     elif kind == "search_result":
-        found = text_of(block.get("content"), name)
-        parts = [_line(block, "title"), _line(block, "source"), found]
+        content = text_of(block.get("content"), name)
+        parts = [_line(block, "title"), _line(block, "source"), content]
     elif kind == "tool_reference":
         parts = [_line(block, "tool_name")]
     else:
@@ -113,12 +113,12 @@ def _assistant(name: str, blocks: Sequence[Any]) -> Message:
         if kind == "tool_use":
             if not isinstance(block.get("name"), str):
                 raise ConfigurationError(f"{name} has a tool_use without a name.")
-            own = {"name": block["name"], "arguments": block.get("input") or {}}
+            function = {"name": block["name"], "arguments": block.get("input") or {}}
             calls.append(
-                {"id": block.get("id", ""), "type": "function", "function": own}
+                {"id": block.get("id", ""), "type": "function", "function": function}
             )
         elif kind == "thinking":
-            # Its signature proves nothing: what is said is compared with what was.
+            # Its signature proves nothing: the message is compared with the record.
             reasoning.append(str(block.get("thinking") or ""))
         elif kind != "redacted_thinking":
             texts.append(block)
@@ -129,16 +129,16 @@ def _assistant(name: str, blocks: Sequence[Any]) -> Message:
 
 
 def without_deferred(tools: Any, messages: Sequence[Any]) -> Any:
-    """Returns tools without those that a conversation has not referred to yet.
+    """Returns the tools except deferred ones without a reference so far.
 
-    Clients send all tools with each request, and have the model search for those with
-    ``defer_loading``: it knows one from the ``tool_reference`` of a result on, or from
-    a call of it.
+    Clients send all tools with each request, and let the model search for tools with
+    ``defer_loading``: it knows a tool after the ``tool_reference`` of a result, or
+    after a call.
     """
     if not isinstance(tools, list) or not any(map(_is_deferred, tools)):
         return tools
-    known = set(_references(messages))
-    return [t for t in tools if not _is_deferred(t) or t.get("name") in known]
+    referenced = set(_references(messages))
+    return [t for t in tools if not _is_deferred(t) or t.get("name") in referenced]
 
 
 def _is_deferred(tool: Any) -> bool:
@@ -161,11 +161,11 @@ def read_tools(tools: Any) -> list[Mapping[str, Any]]:
     """Returns the tools in OpenAI's form.
 
     Raises:
-        ConfigurationError: if one has no name or no schema.
+        ConfigurationError: if a tool has no name or no schema.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ConfigurationError(f"tools={tools!r:.200} must be a list.")
-    found: list[Mapping[str, Any]] = []
+    functions: list[Mapping[str, Any]] = []
     for tool in tools:
         name = tool.get("name") if isinstance(tool, Mapping) else None
         if not isinstance(name, str) or "input_schema" not in tool:
@@ -179,16 +179,16 @@ def read_tools(tools: Any) -> list[Mapping[str, Any]]:
             "description": tool.get("description", ""),
             "parameters": tool["input_schema"],
         }
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def tool_wishes(tools: Sequence[Mapping[str, Any]], *, free: bool) -> list[str]:
-    """Returns the fields of tools that have no effect.
+    """Returns the fields of tools without effect.
 
     Args:
-        tools: as the client sent them.
-        free: whether calls are written without a grammar, which would be strict.
+        tools: the client's tools.
+        free: whether calls are generated without a grammar, which would be strict.
     """
     wishes = _WISHES if free else _WISHES[1:]
     return [f"tools.{wish}" for wish in wishes if any(t.get(wish) for t in tools)]

@@ -1,4 +1,4 @@
-"""``Dialect``: endpoints, and the form of requests, answers and errors."""
+"""``Dialect``: endpoints, and the format of requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_sglang.gateway.request import Request, Usage
 from torchrl_sglang.gateway.turns import Turn
 
 THINKING = ("enable_thinking", "thinking")
-"""Variables of chat templates for whether a model thinks."""
+"""Variables of chat templates that enable thinking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,11 +31,11 @@ class AnswerInfo:
 
 
 class Writer(abc.ABC):
-    """Writes the answers to one request.
+    """Formats the answers to one request.
 
-    A stream has the events of :meth:`begin`, of :meth:`grow` for every more that is
-    certain of a response, and of :meth:`events` the rest. A dialect may leave the
-    first two out; everything comes at the end then.
+    A stream has the events of :meth:`begin`, of :meth:`grow` for each growth of the
+    stable prefix, and of :meth:`events` for the remaining part. A dialect may omit the
+    first two; then everything comes at the end.
     """
 
     @abc.abstractmethod
@@ -43,7 +43,7 @@ class Writer(abc.ABC):
         """Returns the whole answer, as JSON."""
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
-        """Yields the events before the first token; called once, or never.
+        """Yields the events before the first token; called at most once.
 
         Args:
             prompt_tokens: tokens of the prompt.
@@ -51,20 +51,20 @@ class Writer(abc.ABC):
         yield from ()
 
     def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
-        """Yields events of what is new in a response, which is longer each time.
+        """Yields events for the growth of a response.
 
         Args:
-            number: of the response, from 0.
-            draft: beginning of it.
+            number: number of the response, from 0.
+            draft: its stable prefix.
         """
         yield from ()
 
     @abc.abstractmethod
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
-        """Yields the answer as server-sent events, or what is left of it."""
+        """Yields the answer as server-sent events, or its remaining part."""
 
     def waiting(self) -> bytes:
-        """Returns a sign of life in a stream whose answer is not there yet."""
+        """Returns a keep-alive of a stream without content."""
         return b": waiting\n\n"
 
     def failed(self, failure: Failure, error: Mapping[str, Any]) -> bytes:
@@ -78,10 +78,10 @@ class Writer(abc.ABC):
 
 
 def more(text: str, told: str) -> str:
-    """Returns what a text has more than what was told of it.
+    """Returns the growth of a streamed text.
 
     Raises:
-        GatewayError: if it begins otherwise.
+        GatewayError: if its earlier text has changed.
     """
     if not text.startswith(told):
         raise GatewayError(
@@ -93,31 +93,31 @@ def more(text: str, told: str) -> str:
 
 
 Recall: TypeAlias = Callable[[str], Turn | None]
-"""Returns the turn whose answer has a name, if its session has one."""
+"""Returns the turn of a named answer, if its session has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """An address of a dialect to which clients post JSON."""
+    """An address of a dialect for POST requests with JSON."""
 
     path: str
-    """Such as ``"/v1/chat/completions"``; sessions have it behind their own path."""
+    """Such as ``"/v1/chat/completions"``; sessions have it after their own path."""
     read: Callable[..., Request]
-    """Reads a body; raises ``ConfigurationError`` for what is wrong or unsupported."""
+    """Parses a body; raises ``ConfigurationError`` if it is invalid or unsupported."""
     recalls: bool = False
     """Whether ``read`` has a second argument: a :data:`Recall` of the session."""
     write: Callable[[Request, AnswerInfo], Writer] | None = None
     """Makes the writer of the answers; ``None``: nothing is generated."""
     count: Callable[[int], dict[str, Any]] | None = None
-    """Answers with the number of tokens of the prompt, where nothing is generated."""
+    """Returns the answer with the number of prompt tokens, if nothing is generated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """An earlier answer that a client asks for."""
+    """A client's request for an earlier answer."""
 
     id: str
-    """Id of the answer, as the client says it."""
+    """Id of the answer in the request."""
     turn: Turn
     """Turn of the answer."""
     query: Mapping[str, str]
@@ -128,47 +128,47 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lookup:
-    """An address of a dialect at which clients ask for an earlier answer."""
+    """An address of a dialect for requests for earlier answers."""
 
     path: str
-    """Such as ``"/v1/responses/{id}"``; sessions have it behind their own path."""
+    """Such as ``"/v1/responses/{id}"``; sessions have it after their own path."""
     find: Callable[[str, Recall], Turn]
     """Returns the turn of the answer with an id; raises ``GatewayError`` if there is
     none."""
     tell: Callable[[Asked], dict[str, Any]]
-    """Returns what is answered."""
+    """Returns the content of the answer."""
     forgets: bool = False
     """Delete the answer; its turn stays recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """An error, before it is spelt."""
+    """An error, before a dialect formats it."""
 
     status: int
     """Status code of HTTP."""
     message: str
     """A sentence for the client's user."""
     kind: str
-    """Such as ``"invalid_request_error"``, a word that all dialects share."""
+    """Error type that all dialects share, such as ``"invalid_request_error"``."""
     code: str | None = None
     """Such as ``"context_length_exceeded"``."""
     param: str | None = None
-    """Field of the request that is wrong, if one is known."""
+    """Invalid field of the request, if known."""
     too_long: tuple[int, int] | None = None
-    """Tokens of the prompt and most tokens of one, if that is why."""
+    """Number of prompt tokens and its limit, if it was exceeded."""
 
 
 class Dialect(abc.ABC):
     """A protocol of clients.
 
-    A gateway takes others, too: ``Gateway(engine, dialects=[*DIALECTS, Mine()])``.
+    A gateway accepts other dialects: ``Gateway(engine, dialects=[*DIALECTS, Mine()])``.
     """
 
     endpoints: Sequence[Endpoint]
-    """Addresses to which clients post."""
+    """Addresses for POST requests."""
     lookups: Sequence[Lookup] = ()
-    """Addresses at which clients ask for earlier answers."""
+    """Addresses for requests for earlier answers."""
 
     @abc.abstractmethod
     def error(self, failure: Failure) -> dict[str, Any]:

@@ -54,7 +54,7 @@ _ABOUT = frozenset(
         "prompt_cache_options",
     }
 )
-"""Accounting with OpenAI, which changes no response."""
+"""Fields for OpenAI's accounting, which change no response."""
 
 _REFUSED = {
     "functions": "use tools",
@@ -76,42 +76,42 @@ _REFUSED = {
     "return_token_ids": "the session's turns have them, and GET of its address",
     "separate_reasoning": "the gateway's reasoning_parser does so for all requests",
 }
-"""OpenAI's names and those of other servers -> what to do instead."""
+"""Names of OpenAI and other servers -> alternative."""
 
 _HINTS = {
     "reasoning_effort": ("reasoning_effort",),
     "verbosity": ("verbosity",),
     "enable_thinking": THINKING,
 }
-"""Field -> variables of templates that have its meaning."""
+"""Field -> template variables with its meaning."""
 
 
 def read_chat(body: Any) -> Request:
     """Returns a request to ``/v1/chat/completions``.
 
     Raises:
-        ConfigurationError: for what is wrong or not supported.
+        ConfigurationError: for invalid or unsupported fields.
     """
-    given = _fields(body)
-    messages = from_openai(given.pop("messages", None))
-    tools = _tools(given.pop("tools", None))
-    asked = given.pop("tool_choice", None)
-    if asked == "none":
+    fields = _fields(body)
+    messages = from_openai(fields.pop("messages", None))
+    tools = _tools(fields.pop("tools", None))
+    requested = fields.pop("tool_choice", None)
+    if requested == "none":
         tools = []
-    parallel = given.pop("parallel_tool_calls", None) is not False
-    choice = read_choice(asked, tools, parallel=parallel)
+    parallel = fields.pop("parallel_tool_calls", None) is not False
+    choice = read_choice(requested, tools, parallel=parallel)
     hints = [
-        Hint(name=name, variables=variables, value=given.pop(name))
+        Hint(name=name, variables=variables, value=fields.pop(name))
         for name, variables in _HINTS.items()
-        if given.get(name) is not None
+        if fields.get(name) is not None
     ]
-    kwargs = _object(given, "chat_template_kwargs")
-    top = given.pop("top_logprobs", None)
-    logprobs = bool(given.pop("logprobs", None))
+    kwargs = _object(fields, "chat_template_kwargs")
+    top = fields.pop("top_logprobs", None)
+    logprobs = bool(fields.pop("logprobs", None))
     if top and not logprobs:
         raise ConfigurationError("top_logprobs needs logprobs=true.")
     return _request(
-        given,
+        fields,
         messages=messages,
         setting=PromptSettings(tools=tools, template_kwargs=kwargs),
         hints=hints,
@@ -126,19 +126,19 @@ def read_completion(body: Any) -> Request:
     """Returns a request to ``/v1/completions``.
 
     Raises:
-        ConfigurationError: for what is wrong or not supported.
+        ConfigurationError: for invalid or unsupported fields.
     """
-    given = _fields(body)
-    prompt = given.pop("prompt", None)
+    fields = _fields(body)
+    prompt = fields.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1:
         (prompt,) = prompt
     if not isinstance(prompt, str) or not prompt:
         raise ConfigurationError(
             "prompt must be one text; send several prompts as several requests."
         )
-    top = given.pop("logprobs", None)
-    echo = bool(given.pop("echo", None))
-    return _request(given, text=prompt, logprobs=top is not None, top=top, echo=echo)
+    top = fields.pop("logprobs", None)
+    echo = bool(fields.pop("echo", None))
+    return _request(fields, text=prompt, logprobs=top is not None, top=top, echo=echo)
 
 
 def _fields(body: Any) -> dict[str, Any]:
@@ -178,14 +178,14 @@ def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
             continue
         if name in _REFUSED:
             raise ConfigurationError(f"{name} is not supported; {_REFUSED[name]}.")
-        own = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
-        if own not in SAMPLING_PARAMETERS:
+        sglang_name = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
+        if sglang_name not in SAMPLING_PARAMETERS:
             advice = hint(name, [*_SAMPLING, *SAMPLING_PARAMETERS])
             raise ConfigurationError(
                 f"{name!r} is not a parameter.{advice} A gateway with "
                 f"ignored_params=[{name!r}] leaves it out."
             )
-        params[own] = value
+        params[sglang_name] = value
     return Request(
         sampling=Sampling(params=params, number=number, top_logprobs=top),
         model=str(model),
@@ -217,15 +217,15 @@ def _response_format(given: Any) -> dict[str, Any]:
 def read_choice(
     given: Any, tools: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> ToolChoice:
-    """Returns a choice among tools that OpenAI's dialects have.
+    """Returns the choice among tools of OpenAI's dialects.
 
     Args:
         given: ``tool_choice``.
-        tools: that the request offers, in the form of chat completions.
+        tools: tools of the request, in the form of chat completions.
         parallel: ``parallel_tool_calls``.
 
     Raises:
-        ConfigurationError: if it is wrong, or names a tool that is not offered.
+        ConfigurationError: if it is invalid, or names an unknown tool.
     """
     choice = _choice(given)
     if choice.required and not tools:
@@ -243,7 +243,7 @@ def read_choice(
 
 
 def _choice(given: Any) -> ToolChoice:
-    """Returns what ``tool_choice`` says, whatever the tools are."""
+    """Returns the choice in ``tool_choice``, independently of the tools."""
     fields = ("tool_choice",)
     if given in (None, "auto", "none"):
         return FREE
@@ -251,17 +251,17 @@ def _choice(given: Any) -> ToolChoice:
         return ToolChoice(required=True, fields=fields)
     kind = given.get("type") if isinstance(given, Mapping) else None
     if kind == "function" and (name := _named(given)):
-        # A name stands for one call of it.
+        # A name requires a single call of it.
         return ToolChoice(required=True, names=(name,), parallel=False, fields=fields)
     if kind == "allowed_tools":
         about = given.get("allowed_tools", given)
         about = about if isinstance(about, Mapping) else {}
         mode, allowed = about.get("mode"), about.get("tools")
-        names = [_named(each) for each in allowed] if isinstance(allowed, list) else []
-        known = tuple(name for name in names if name is not None)
-        if mode in ("auto", "required") and len(known) == len(names) > 0:
+        names = [_named(tool) for tool in allowed] if isinstance(allowed, list) else []
+        allowed_names = tuple(name for name in names if name is not None)
+        if mode in ("auto", "required") and len(allowed_names) == len(names) > 0:
             required = mode == "required"
-            return ToolChoice(required=required, names=known, fields=fields)
+            return ToolChoice(required=required, names=allowed_names, fields=fields)
     raise ConfigurationError(
         f"tool_choice={given!r} must be 'none', 'auto', 'required', a function with a "
         f"name, or allowed_tools with a mode of 'auto' or 'required' and functions."
@@ -269,14 +269,14 @@ def _choice(given: Any) -> ToolChoice:
 
 
 def _named(given: Any) -> str | None:
-    """Returns the name of a function; some dialects have it in an object of its own."""
-    own = given.get("function", given) if isinstance(given, Mapping) else None
-    name = own.get("name") if isinstance(own, Mapping) else None
+    """Returns the name of a function, from the tool or its nested object."""
+    function = given.get("function", given) if isinstance(given, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
     return name if isinstance(name, str) else None
 
 
 def strict_fields(tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Returns the field by which tools want arguments after their schemas, if any."""
+    """Returns the strict field of tools, if any sets it."""
     return ("tools.strict",) if any(t["function"].get("strict") for t in tools) else ()
 
 
@@ -310,15 +310,15 @@ def tool_calls_of(message: Message) -> list[dict[str, Any]]:
 
 
 KIND = "text_completion"
-"""Kind of an answer that is no message."""
+"""Object type of an answer that is not a message."""
 
 
 class CompletionWriter(Writer):
-    """Writes the answers to one request.
+    """Formats the answers to one request.
 
     Args:
-        request: of a client.
-        info: of the answer.
+        request: request of a client.
+        info: facts about the answer.
     """
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
@@ -348,8 +348,8 @@ class CompletionWriter(Writer):
             yield from self._grow(index, Draft())
 
     def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
-        """Yields what is new in a response."""
-        # Log-probs are those of whole responses.
+        """Yields the new part of a response."""
+        # Log-probs are only available for whole responses.
         if not self._request.logprobs:
             yield from self._grow(number, draft)
 
@@ -361,23 +361,24 @@ class CompletionWriter(Writer):
             yield _event({**self._chunk, "choices": [{**delta, **open_}]})
 
     def _new(self, index: int, draft: Draft) -> Iterator[dict[str, Any]]:
-        """Yields deltas of what a response has more than it was told with."""
-        told = self._told.get(index)
+        """Yields deltas of the growth of a response."""
+        draft_before = self._told.get(index)
         self._told[index] = draft
         if not self._is_chat:
-            before = "" if told else self._echoed
-            yield {"text": before + more(draft.content, told.content if told else "")}
+            prefix = "" if draft_before else self._echoed
+            content = draft_before.content if draft_before else ""
+            yield {"text": prefix + more(draft.content, content)}
             return
-        if told is None:
+        if draft_before is None:
             yield {"delta": {"role": "assistant", "content": ""}}
-            told = Draft()
-        if reasoning := more(draft.reasoning, told.reasoning):
+            draft_before = Draft()
+        if reasoning := more(draft.reasoning, draft_before.reasoning):
             yield {"delta": {"reasoning_content": reasoning}}
-        if content := more(draft.content, told.content):
+        if content := more(draft.content, draft_before.content):
             yield {"delta": {"content": content}}
 
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
-        """Yields the answer as server-sent events, or what is left of it."""
+        """Yields the answer as server-sent events, or its remaining part."""
         head = self._chunk
         for index, turn in enumerate(turns):
             for choice in self._deltas(index, turn):
@@ -388,7 +389,7 @@ class CompletionWriter(Writer):
 
     @property
     def _echoed(self) -> str:
-        """The prompt, if the client wants it in the answer."""
+        """The prompt, if the client requests it in the answer."""
         return (self._request.text or "") if self._request.echo else ""
 
     @property
@@ -405,18 +406,18 @@ class CompletionWriter(Writer):
         if not self._is_chat:
             text = self._echoed + turn.reply["content"]
             return {"text": text, **self._end(turn)}
-        said = turn.reply
-        message: dict[str, Any] = {"role": "assistant", "content": said["content"]}
-        if calls := tool_calls_of(said):
-            message |= {"tool_calls": calls, "content": said["content"] or None}
-        if reasoning := said.get("reasoning_content"):
+        reply = turn.reply
+        message: dict[str, Any] = {"role": "assistant", "content": reply["content"]}
+        if calls := tool_calls_of(reply):
+            message |= {"tool_calls": calls, "content": reply["content"] or None}
+        if reasoning := reply.get("reasoning_content"):
             message["reasoning_content"] = reasoning
         return {"message": {**message, "refusal": None}, **self._end(turn)}
 
     def _deltas(self, index: int, turn: Turn) -> Iterator[dict[str, Any]]:
-        end, said = self._end(turn), turn.reply
+        end, reply = self._end(turn), turn.reply
         draft = Draft(
-            reasoning=said.get("reasoning_content") or "", content=said["content"]
+            reasoning=reply.get("reasoning_content") or "", content=reply["content"]
         )
         if not self._is_chat:
             for new in self._new(index, draft):
@@ -430,7 +431,7 @@ class CompletionWriter(Writer):
                 logprobs = None
             else:
                 yield {**new, **open_}
-        for position, call in enumerate(tool_calls_of(said)):
+        for position, call in enumerate(tool_calls_of(reply)):
             delta_call = {"tool_calls": [{"index": position, **call}]}
             yield {"delta": delta_call, **open_}
         yield {"delta": {}, **end, "logprobs": logprobs}
@@ -477,15 +478,15 @@ class CompletionWriter(Writer):
         return {
             **self._named(token, value),
             "top_logprobs": [
-                self._named(*each) for each in zip(tops, top_values, strict=True)
+                self._named(*row) for row in zip(tops, top_values, strict=True)
             ],
         }
 
     def _named(self, token: int, value: float) -> dict[str, Any]:
         text = self._token_text(token)
-        # OpenAI's value for tokens that cannot be.
-        known = value if math.isfinite(value) else -9999.0
-        return {"token": text, "logprob": known, "bytes": list(text.encode())}
+        # OpenAI's value for impossible tokens.
+        logprob = value if math.isfinite(value) else -9999.0
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The dialects of every gateway: a file and a row each."""
+"""Registry of the dialects of every gateway."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torchrl_sglang.gateway.dialects.openai import Completions
 from torchrl_sglang.gateway.dialects.responses.dialect import Responses
 
 DIALECTS: tuple[Dialect, ...] = (Completions(), Responses(), Messages())
-"""The first one answers what belongs to none."""
+"""The first dialect answers requests outside of all dialects."""
 
 
 def find_dialect(dialects: Sequence[Dialect], path: str) -> Dialect:
-    """Returns the dialect of a request's path, also of one that has no route.
+    """Returns the dialect of a request's path, even without a route.
 
     Examples:
         >>> type(find_dialect(DIALECTS, "/sessions/a/v1/messages")).__name__

@@ -1,7 +1,7 @@
-"""Agents that are programs: any command, in a process tree or a container of its own.
+"""Agents that are programs: any command, in its own process tree or container.
 
-:class:`.AgentProgram` (``program``) is called as any agent is. It fills in the command
-and the variables of a task (``templates``), has them run as a process tree that ends
-with its owner (``process``), in a container if one is asked for (``container``), and
-gives what the program wrote to the user's reward function.
+:class:`.AgentProgram` (``program``) is called like any agent. It fills in the command
+and the variables of a task (``templates``), runs them as a process tree that ends with
+its owner (``process``), optionally in a container (``container``), and passes the
+output to the user's reward function.
 """

@@ -24,22 +24,22 @@ from torchrl_sglang.support.urls import is_loopback
 
 RUNTIMES = ("docker", "podman")
 WORK = "/work"
-"""Working folder in the container, the same in all, so that prompts are alike."""
+"""Working folder in all containers, so that prompts are alike."""
 LABEL = "torchrl_sglang"
 
 CLIENT_LIMITS = ProgramLimits(seconds=120.0, most_bytes=2**16)
-"""Limits of creating and removing a container; its image is there already."""
+"""Limits of creating and removing a container; its image is present."""
 
 TOLD_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:
-    """The container that a program runs in.
+    """The container of a program.
 
-    It sees its working folder as ``/work``, which is ``HOME``, too, and has the
-    image's other variables and those of the program. It is removed when the program
-    ends, after a time-out, and if the trainer is killed.
+    Its working folder is ``/work``, which is ``HOME``, too, and it has the image's
+    other variables and the program's. It is removed when the program ends, after a
+    time-out, and if the trainer is killed.
 
     Raises:
         ConfigurationError: if there is neither Docker nor Podman, or an argument is
@@ -50,15 +50,15 @@ class Container:
     """
 
     image: str
-    """Image, which is there already: nothing is pulled."""
+    """Image, which has to be present: nothing is pulled."""
     runtime: str | None = None
-    """``"docker"`` or ``"podman"``; by default the first of these that there is."""
+    """``"docker"`` or ``"podman"``; by default the first one installed."""
     network: str = "host"
-    """Network. ``"host"``, the default, is the machine's own, in which a gateway on
-    127.0.0.1 is reached as it is."""
+    """Network. ``"host"``, the default, is the machine's own, where a gateway on
+    127.0.0.1 is directly reachable."""
     address: str | None = None
-    """Name or address under which the gateway's machine is reached in another network,
-    such as ``"host.docker.internal"``; the gateway then listens on one of that network,
+    """Name or address of the gateway's machine in another network, such as
+    ``"host.docker.internal"``; the gateway then listens on an address of that network,
     with ``Gateway(engine, host=..., api_key=...)``."""
     options: Sequence[str] = ()
     """Further options of ``docker create``."""
@@ -76,7 +76,7 @@ class Container:
         object.__setattr__(self, "runtime", find_runtime(self.runtime))
 
     def address_of(self, base_url: str) -> str:
-        """Returns a gateway's address as the container reaches it.
+        """Returns a gateway's address from inside the container.
 
         Raises:
             ConfigurationError: if it cannot.
@@ -98,15 +98,15 @@ def find_runtime(wanted: str | None) -> str:
     """Returns the path of Docker or Podman.
 
     Raises:
-        ConfigurationError: if it is not there.
+        ConfigurationError: if it is not installed.
     """
     if wanted is not None and Path(wanted).name not in RUNTIMES:
         raise ConfigurationError(
             f"runtime={wanted!r} is not one of {', '.join(map(repr, RUNTIMES))}."
         )
     for name in RUNTIMES if wanted is None else (wanted,):
-        if (found := shutil.which(name)) is not None:
-            return found
+        if (path := shutil.which(name)) is not None:
+            return path
     missing = "neither docker nor podman is" if wanted is None else f"{wanted!r} is not"
     raise ConfigurationError(
         f"A container needs Docker or Podman, and {missing} in PATH; install one of "
@@ -120,13 +120,13 @@ def create_command(
     """Returns the command that creates a container for a program.
 
     Args:
-        container: of the user.
-        name: of the container.
+        container: the user's container.
+        name: name of the container.
         variables: file with its variables.
         tree: the program, and its working folder on this machine.
     """
     runtime = str(container.runtime)
-    # What root in a container writes is root's; rootless Podman's root is the user.
+    # Files of a container's root belong to root; rootless Podman's root is the user.
     user = [f"--user={os.getuid()}:{os.getgid()}"] if _is_docker(runtime) else []
     return [
         *(runtime, "create", "--pull=never", f"--name={name}", f"--label={LABEL}"),
@@ -156,15 +156,15 @@ def run_in_container(
     """Runs a program in a container of its own.
 
     Args:
-        container: of the user.
-        tree: the program; its variables are those of the container.
-        limits: of the program.
+        container: the user's container.
+        tree: the program; its variables are the container's.
+        limits: limits of the program.
         runner: runs Docker or Podman.
 
     Raises:
         ConfigurationError: if a variable has several lines, which files of variables
             cannot have.
-        GatewayError: if Docker or Podman refuses; the message has their words.
+        GatewayError: if Docker or Podman refuses, with their message.
     """
     runtime, name = str(container.runtime), f"torchrl_sglang-{secrets.token_hex(8)}"
     remove = remove_command(runtime, name)
@@ -181,7 +181,7 @@ def run_in_container(
         )
         return runner.run(started, limits)
     except BaseException:
-        # Nobody ends this one.
+        # Nothing else ends this process tree.
         TreeRunner().run(_of_client(tree.folder, remove), CLIENT_LIMITS)
         raise
 
@@ -198,7 +198,7 @@ def _create(
 
 
 def _of_client(folder: Path, command: Sequence[str]) -> ProcessTree:
-    """Returns a command of Docker or Podman, which has the user's own settings."""
+    """Returns a command of Docker or Podman, with the user's own settings."""
     return ProcessTree(command=command, environment=dict(os.environ), folder=folder)
 
 
@@ -219,14 +219,14 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Path]:
 
 
 def _refused(container: Container, done: EndedProcess) -> GatewayError:
-    said = done.stderr.strip()[-TOLD_CHARACTERS:]
+    message = done.stderr.strip()[-TOLD_CHARACTERS:]
     runtime = Path(str(container.runtime)).name
     remedy = ""
-    if "connect to the Docker daemon" in said:
+    if "connect to the Docker daemon" in message:
         remedy = " Start its daemon, or give runtime='podman' where there is Podman."
-    elif "No such image" in said or "image not known" in said:
+    elif "No such image" in message or "image not known" in message:
         remedy = f" `{runtime} pull {container.image}` fetches it."
     return GatewayError(
         f"{runtime} has created no container of {container.image!r}: "
-        f"{said or f'it ended with status {done.status}'}{remedy}"
+        f"{message or f'it ended with status {done.status}'}{remedy}"
     )

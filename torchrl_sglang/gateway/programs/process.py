@@ -1,8 +1,8 @@
-"""Process trees with a time limit, whose output is kept up to a limit.
+"""Process trees with a time limit and bounded output.
 
 A tree hangs below the watchdog of servers, which leaves no process behind: not after
-the program's end, not after a time-out, and not if the owner is killed. A thread looks
-after it to its end, whatever becomes of the event loop that asked for it.
+the program's end, not after a time-out, and not if the owner is killed. A thread
+supervises it to its end, independently of the event loop.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from torchrl_sglang.support.blocking import BlockingCalls
 T = TypeVar("T")
 
 END_SECONDS = 15.0 + watchdog.CLEANUP_SECONDS
-"""Timeout for a tree to end; its watchdog needs at most 2 s, and its cleanup."""
+"""Timeout for a tree to end; its watchdog needs at most 2 s, plus its cleanup."""
 
 READ_BYTES = 2**16
 
 ENDLESS = float(2**31)
-"""Timeout of a thread that has one of its own."""
+"""Timeout of a thread with an inner timeout."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessTree:
-    """A command that is to be run."""
+    """A command to run."""
 
     command: Sequence[str]
     """Program and arguments."""
     environment: Mapping[str, str] = field(repr=False)
-    """All of its variables."""
+    """All its variables."""
     folder: Path
     """Working folder."""
     stdin: str | None = field(default=None, repr=False)
-    """What it reads; ``None``: nothing."""
+    """Its input; ``None``: nothing."""
     temporary: Path | None = None
-    """Folder that is removed if the owner is killed."""
+    """Folder to remove if the owner is killed."""
     cleanup: Sequence[str] = ()
-    """Command that is run before the tree is ended, also if the owner was killed."""
+    """Command to run before the tree is ended, also if the owner was killed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,25 +60,25 @@ class ProgramLimits:
     seconds: float
     """Timeout."""
     most_bytes: int
-    """Most bytes of the output that are kept, and of the errors."""
+    """Most bytes kept of the output, and of the errors."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EndedProcess:
-    """What became of a command."""
+    """Outcome of a command."""
 
     status: int
-    """Exit status; 128 and more: a signal ended it."""
+    """Exit status; from 128 on, a signal ended it."""
     timed_out: bool
     """Whether it was ended after its time-out."""
     stdout: str
-    """The end of what it wrote."""
+    """The end of its output."""
     stderr: str
     """The same for errors."""
     dropped_bytes: int
-    """Number of bytes before these that are not kept."""
+    """Number of earlier bytes that were dropped."""
     seconds: float
-    """How long it ran."""
+    """Its running time."""
 
 
 class ProgramEndedError(Exception):
@@ -86,11 +86,11 @@ class ProgramEndedError(Exception):
 
 
 class TreeRunner:
-    """Runs trees one after the other, in the thread that calls it.
+    """Runs trees in sequence, in the calling thread.
 
     Attributes:
         has_begun (bool): whether a thread runs them.
-        done (threading.Event): whether that thread is done, and nothing of them left.
+        done (threading.Event): whether the thread has ended, with all trees removed.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class TreeRunner:
         self.has_begun = False
 
     def run(self, tree: ProcessTree, limits: ProgramLimits) -> EndedProcess:
-        """Runs a command to its end, or to its timeout; nothing of it is left then.
+        """Runs a command to its end, or to its timeout; none of its processes remain.
 
         Raises:
             OSError: if it cannot be started.
@@ -116,7 +116,7 @@ class TreeRunner:
                 talk = _Talk(process, tree.stdin, limits.most_bytes)
                 timed_out = not talk.until_ended(begun + limits.seconds)
             finally:
-                # The block waits for its end, however long that takes.
+                # The block waits for its end, however long it takes.
                 _end(process)
             talk.until_ended(time.monotonic() + END_SECONDS)
             talk.close()
@@ -132,7 +132,7 @@ class TreeRunner:
         )
 
     def end(self) -> None:
-        """Begins to end the running tree; no other one is started."""
+        """Begins to end the running tree; no other tree is started."""
         with self._lock:
             self._is_wanted = False
             if self._process is not None:
@@ -145,7 +145,7 @@ class TreeRunner:
 
 
 async def in_thread(runner: TreeRunner, work: Callable[[TreeRunner], T]) -> T:
-    """Returns what a function returns that runs trees in a thread of its own.
+    """Runs a blocking function in a dedicated thread and returns its result.
 
     If the caller is cancelled, the trees are ended, and the thread ends with them.
     """
@@ -168,7 +168,7 @@ async def in_thread(runner: TreeRunner, work: Callable[[TreeRunner], T]) -> T:
 
 
 class _Talk:
-    """Writes what a process reads, and keeps the last bytes of what it writes."""
+    """Writes the input of a process, and keeps the end of its output."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], stdin: str | None, most: int
@@ -191,12 +191,12 @@ class _Talk:
         self._selector.register(pipe, event)
 
     def until_ended(self, deadline: float) -> bool:
-        """Returns whether the process ended, and all was read, before the deadline."""
+        """Returns whether the process ended, with all output read, by the deadline."""
         while self._selector.get_map():
-            left = deadline - time.monotonic()
-            if left <= 0:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
                 return False
-            for key, event in self._selector.select(left):
+            for key, event in self._selector.select(remaining):
                 pipe: IO[bytes] = key.fileobj  # type: ignore[assignment]
                 (self._write if event == selectors.EVENT_WRITE else self._read)(pipe)
         try:
@@ -210,10 +210,10 @@ class _Talk:
         if not chunk:
             self._selector.unregister(pipe)
             return
-        kept = self._kept[pipe]
-        kept += chunk
-        if (over := len(kept) - self._most) > 0:
-            del kept[:over]
+        tail = self._kept[pipe]
+        tail += chunk
+        if (over := len(tail) - self._most) > 0:
+            del tail[:over]
             self.dropped += over
 
     def _write(self, pipe: IO[bytes]) -> None:
@@ -226,20 +226,20 @@ class _Talk:
             pipe.close()
 
     def text_of(self, pipe: IO[bytes] | None) -> str:
-        """Returns what is kept of an output."""
+        """Returns the kept end of an output."""
         return self._kept[pipe].decode(errors="replace")
 
     def close(self) -> None:
-        """Reads no more."""
+        """Stops reading."""
         self._selector.close()
 
 
 def _start(tree: ProcessTree) -> subprocess.Popen[bytes]:
-    own: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if tree.temporary is not None:
-        own[watchdog.FOLDER_VARIABLE] = str(tree.temporary)
+        variables[watchdog.FOLDER_VARIABLE] = str(tree.temporary)
     if tree.cleanup:
-        own[watchdog.CLEANUP_VARIABLE] = json.dumps(list(tree.cleanup))
+        variables[watchdog.CLEANUP_VARIABLE] = json.dumps(list(tree.cleanup))
     return subprocess.Popen(
         [
             # -P: the script's folder must not shadow the standard library.
@@ -251,13 +251,13 @@ def _start(tree: ProcessTree) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         bufsize=0,
         cwd=tree.folder,
-        env={**tree.environment, **own},
+        env={**tree.environment, **variables},
         start_new_session=True,
     )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a tree that still runs, and waits for its end."""
+    """Ends a running tree, and waits for its end."""
     process.terminate()
     try:
         process.wait(END_SECONDS)

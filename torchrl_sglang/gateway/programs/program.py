@@ -36,29 +36,29 @@ INHERITED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LC_ALL"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-"""Variables that a program has of its owner's; no keys, and no rank of a trainer."""
+"""Variables that a program inherits; no keys, and no rank of a trainer."""
 
 TOLD_CHARACTERS = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramResult:
-    """What became of a program."""
+    """Outcome of a program."""
 
     status: int
-    """Exit status; 128 and more: a signal ended it, as after a time-out."""
+    """Exit status; from 128 on, a signal ended it, as after a time-out."""
     timed_out: bool
-    """Whether it was ended because it took longer than ``timeout``."""
+    """Whether it was ended because it exceeded ``timeout``."""
     stdout: str
-    """What it wrote: the last ``max_output`` bytes, as text."""
+    """Its output: the last ``max_output`` bytes, as text."""
     stderr: str
     """The same for errors."""
     dropped_bytes: int
-    """Number of bytes before these that were not kept; 0: all of it is there."""
+    """Number of earlier bytes that were dropped; 0: the output is complete."""
     folder: Path
-    """Its working folder, which is there until the reward function returns."""
+    """Its working folder, which exists until the reward function returns."""
     seconds: float
-    """How long it ran."""
+    """Its running time."""
 
 
 Command = Sequence[str] | Callable[..., Sequence[str]]
@@ -72,15 +72,15 @@ class AgentProgram:
     It is given to :meth:`.Gateway.run_agents`, :class:`.AsyncLLMCollector` and
     :class:`.GRPO` as ``agent``. For each session the command is run once, with the
     session's address and key in ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
-    ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``. When it has ended, ``reward`` is
-    called with its output.
+    ``ANTHROPIC_BASE_URL`` and ``ANTHROPIC_API_KEY``. At its end, ``reward`` is called
+    with its output.
 
-    Texts of the command, of variables and of ``stdin`` name values in braces: the
-    task's columns, as in ``"Fix {issue}"``, or ``{task}`` if it is no mapping, and
+    Texts of the command, of variables and of ``stdin`` have placeholders in braces: the
+    task's columns, as in ``"Fix {issue}"``, or ``{task}`` if it is not a mapping, and
     ``{base_url}``, ``{url}`` (without ``/v1``), ``{api_key}`` and ``{folder}``. Braces
-    around other texts than a name are left as they are; ``{{name}}`` is ``{name}``.
+    around other texts than a name are kept; ``{{name}}`` is ``{name}``.
 
-    A program has no process left when it has ended, after a time-out, when its run is
+    A program leaves no process behind at its end, after a time-out, when its run is
     cancelled, or if the trainer is killed.
 
     Raises:
@@ -100,33 +100,32 @@ class AgentProgram:
     """
 
     command: Command
-    """Program and arguments, or a function that returns them, which is called as an
-    agent is, and with the folder: ``(task, *, base_url, api_key, folder)``. No shell is
-    between, and users of the machine can read arguments: long texts and secrets belong
+    """Program and arguments, or a function that returns them, with the signature of an
+    agent plus the folder: ``(task, *, base_url, api_key, folder)``. No shell is
+    involved, and users of the machine can read arguments: long texts and secrets belong
     into ``stdin`` and ``environment``."""
     reward: Reward | None
     """``(task, result)``, a function or a coroutine function that returns the reward;
     ``result`` is a :class:`.ProgramResult`. It is called after a time-out and after an
-    error, too. ``None``: somebody else sets rewards, such as the program itself by
-    ``POST /sessions/{name}/reward``."""
+    error, too. ``None``: rewards are set elsewhere, such as by the program with ``POST
+    /sessions/{name}/reward``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Its variables, beside the four above and the trainer's ``PATH``, ``HOME``,
     ``USER``, ``LOGNAME``, ``SHELL``, ``TMPDIR``, ``TZ``, ``LANG``, ``LC_ALL``,
     ``SSL_CERT_FILE`` and ``SSL_CERT_DIR``."""
     stdin: str | None = None
-    """What it reads; by default nothing."""
+    """Its input; by default nothing."""
     folder: str | os.PathLike[str] | None = None
-    """Working folder, which may name values, too. Defaults to a new one, which is
-    removed behind the reward function."""
+    """Working folder, possibly with placeholders. Defaults to a new folder, which is
+    removed after the reward function."""
     prepare: Callable[[Any, Path], Any] | None = None
     """``(task, folder)``, a function or a coroutine function that fills the folder."""
     timeout: float = 1800.0
-    """Of the program, in seconds. It is ended then, and ``reward`` decides what that is
-    worth."""
+    """Timeout of the program, in seconds. It is ended then, and ``reward`` rates it."""
     max_output: int = 2**20
-    """Most bytes that are kept of what it writes, and of its errors: the last ones."""
+    """Most bytes kept of its output, and of its errors: the last bytes."""
     container: str | Container | None = None
-    """Image, or :class:`.Container`, to run it in. Defaults to none."""
+    """Image or :class:`.Container` of the program. Defaults to none."""
 
     def __post_init__(self) -> None:
         if not callable(self.command):
@@ -156,8 +155,8 @@ class AgentProgram:
         """Runs the program in a session, and returns the reward.
 
         Raises:
-            ConfigurationError: if there is no such program or folder, or a text names a
-                value that the task does not have.
+            ConfigurationError: if the program or folder does not exist, or a
+                placeholder has no value in the task.
             GatewayError: if no container can be created.
         """
         runner = TreeRunner()
@@ -169,12 +168,12 @@ class AgentProgram:
                     await call(self.prepare, task, folder)
                 values = {"base_url": base_url, "api_key": api_key}
                 tree = await self._tree(task, folder, temporary, values, call)
-                ended = await self._run(tree, runner)
+                outcome = await self._run(tree, runner)
                 if self.reward is None:
                     return None
                 # The caller checks that it is a number.
                 reward: float | None = await call(
-                    self.reward, task, _result(ended, folder)
+                    self.reward, task, _result(outcome, folder)
                 )
                 return reward
         finally:
@@ -184,17 +183,17 @@ class AgentProgram:
     async def _folder(
         self, task: Any, runner: TreeRunner, blocking: BlockingCalls
     ) -> AsyncIterator[tuple[Path, Path | None]]:
-        """Yields the working folder, and that again if it is to be removed."""
+        """Yields the working folder, and the folder to remove, if any."""
         if self.folder is not None:
-            given = os.fspath(self.folder)
-            yield _find_folder(fill("folder", given, task_values(task))), None
+            path = os.fspath(self.folder)
+            yield _find_folder(fill("folder", path, task_values(task))), None
             return
-        made = Path(tempfile.mkdtemp(prefix="torchrl_sglang_program_"))
+        temporary = Path(tempfile.mkdtemp(prefix="torchrl_sglang_program_"))
         try:
-            yield made, made
+            yield temporary, temporary
         finally:
-            removed = blocking.submit(partial(_remove, made, runner))
-            # It is removed, too, when this is cancelled once more.
+            removed = blocking.submit(partial(_remove, temporary, runner))
+            # Shielded: the folder is removed even on a second cancellation.
             await asyncio.shield(asyncio.wrap_future(removed))
 
     async def _tree(
@@ -205,7 +204,7 @@ class AgentProgram:
         given: dict[str, str],
         call: Callable[..., Any],
     ) -> ProcessTree:
-        """Returns the program for a task; its variables are the explicit ones."""
+        """Builds the task's process tree with only the explicitly given environment."""
         if isinstance(self.container, Container):
             given["base_url"] = self.container.address_of(given["base_url"])
         given["folder"] = str(folder) if self.container is None else WORK
@@ -215,7 +214,7 @@ class AgentProgram:
             line = await call(self.command, task, **given)
             _check_command(line)
         else:
-            line = [fill("An argument", each, values) for each in self.command]
+            line = [fill("An argument", argument, values) for argument in self.command]
         return ProcessTree(
             command=list(line),
             environment=self._environment(values),
@@ -229,28 +228,28 @@ class AgentProgram:
         limits = ProgramLimits(seconds=self.timeout, most_bytes=self.max_output)
         if isinstance(self.container, Container):
             run = partial(run_in_container, self.container, tree, limits)
-            ended = await in_thread(runner, run)
+            outcome = await in_thread(runner, run)
         else:
             environment = {**_inherited(), **tree.environment}
             tree = replace(tree, environment=environment)
             _check_program(tree)
-            ended = await in_thread(runner, lambda own: own.run(tree, limits))
-        _tell_failure(tree.command[0], ended, self.timeout)
-        return ended
+            outcome = await in_thread(runner, lambda own: own.run(tree, limits))
+        _tell_failure(tree.command[0], outcome, self.timeout)
+        return outcome
 
     def _environment(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the variables that a program has by this class and its user."""
-        own = {
+        """Returns the variables that this class and its user set."""
+        addresses = {
             "OPENAI_BASE_URL": values["base_url"],
             "OPENAI_API_KEY": values["api_key"],
             "ANTHROPIC_BASE_URL": values["url"],
             "ANTHROPIC_API_KEY": values["api_key"],
         }
-        given = {
+        extra = {
             name: fill(f"The variable {name}", text, values)
             for name, text in self.environment.items()
         }
-        return own | given
+        return addresses | extra
 
 
 def _inherited() -> dict[str, str]:
@@ -258,20 +257,20 @@ def _inherited() -> dict[str, str]:
 
 
 def _remove(folder: Path, runner: TreeRunner) -> None:
-    """Removes a folder when its program, if it has begun, has ended."""
+    """Removes a folder after the end of its program."""
     if runner.has_begun:
         runner.done.wait(END_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _find_folder(path: str) -> Path:
-    found = Path(path).expanduser().absolute()
-    if not found.is_dir():
+    folder = Path(path).expanduser().absolute()
+    if not folder.is_dir():
         raise ConfigurationError(
             f"The working folder {path!r} is not there; make it, or leave folder out "
             f"to have a new one."
         )
-    return found
+    return folder
 
 
 def _check_command(command: Any) -> None:
@@ -284,7 +283,7 @@ def _check_command(command: Any) -> None:
     if (
         not isinstance(command, Sequence)
         or not command
-        or not all(isinstance(each, str) for each in command)
+        or not all(isinstance(part, str) for part in command)
     ):
         raise ConfigurationError(
             f"command must be a list of texts, the program and its arguments, or a "
@@ -304,16 +303,16 @@ def _check_program(tree: ProcessTree) -> None:
 
 
 def _tell_failure(name: str, ended: EndedProcess, timeout: float) -> None:
-    """Logs how a program failed; what that is worth, the reward function says."""
+    """Logs the failure of a program; the reward function rates it."""
     if not ended.status and not ended.timed_out:
         return
-    what = (
+    failure = (
         f"was ended after timeout={timeout:g} s"
         if ended.timed_out
         else f"ended with status {ended.status}"
     )
-    said = ended.stderr.strip()[-TOLD_CHARACTERS:]
-    torchrl_logger.warning(f"The program {name!r} {what}. {said}".rstrip())
+    message = ended.stderr.strip()[-TOLD_CHARACTERS:]
+    torchrl_logger.warning(f"The program {name!r} {failure}. {message}".rstrip())
 
 
 def _result(ended: EndedProcess, folder: Path) -> ProgramResult:

@@ -1,4 +1,4 @@
-"""Texts with the names of a task's values in braces: ``"Fix {issue}"``."""
+"""Text templates with a task's values in braces: ``"Fix {issue}"``."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest
 
 _NAME = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-"""``{{name}}`` is ``{name}`` itself; braces around anything else are left as they are,
-so that JSON and TOML need no escapes."""
+"""``{{name}}`` is ``{name}`` itself; braces around anything else are kept, so that JSON
+and TOML need no escapes."""
 
 TASK = "task"
-"""Name of a task that is no mapping."""
+"""Name of a task that is not a mapping."""
 
 
 def task_values(task: Any) -> Mapping[str, Any]:
-    """Returns the values of a task that texts can name.
+    """Returns the values of a task for placeholders.
 
     Examples:
         >>> task_values("Add a test.")
@@ -29,16 +29,16 @@ def task_values(task: Any) -> Mapping[str, Any]:
 
 
 def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
-    """Returns a text with the values in it.
+    """Fills the values into a text.
 
     Args:
-        what: the text is, for the message.
-        text: with names in braces.
-        values: by their names.
+        what: kind of the text, for the message.
+        text: text with placeholders.
+        values: name -> value.
 
     Raises:
-        ConfigurationError: if there is no such value, it is not a text or a number, or
-            the text cannot be written.
+        ConfigurationError: if a value is missing, is not a text or a number, or the
+            text cannot be encoded.
 
     Examples:
         >>> fill("An argument", 'Fix {issue}, {"json": {}}', {"issue": 3})
@@ -50,8 +50,8 @@ def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
         if itself is not None:
             return f"{{{itself}}}"
         if name not in values:
-            near = nearest(name, map(str, values))
-            hint = "" if near is None else f" Did you mean {{{near}}}?"
+            guess = nearest(name, map(str, values))
+            hint = "" if guess is None else f" Did you mean {{{guess}}}?"
             raise ConfigurationError(
                 f"{what} names {{{name}}}, which is no value of the task; there are "
                 f"{', '.join(map(str, values))}.{hint} Write {{{{{name}}}}} for the "

@@ -1,4 +1,4 @@
-"""Who may ask what: keys of sessions, and the gateway's own."""
+"""Access control: keys of sessions, and the gateway's own."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Access:
     """Finds the session that a request may use.
 
     Args:
-        gateway: whose sessions these are.
+        gateway: gateway of the sessions.
     """
 
     def __init__(self, gateway: Recorder) -> None:
         self._gateway = gateway
 
     def dialect(self, request: web.Request) -> Dialect:
-        """Returns the dialect that a request is in."""
+        """Returns the dialect of a request."""
         return find_dialect(self._gateway.dialects, request.path)
 
     def key(self, request: web.Request) -> str | None:
-        """Returns the key that a request has."""
+        """Returns the key of a request."""
         return self.dialect(request).key(request.headers)
 
     def session(self, request: web.Request) -> Session:
-        """Returns the session that a request belongs to.
+        """Returns the session of a request.
 
         Raises:
-            GatewayError: if there is none, or its key does not open it.
+            GatewayError: if there is none, or its key is wrong.
         """
         session = self._session(request)
         request.app[STRANGERS].know(request)
@@ -66,7 +66,7 @@ class Access:
         return self._gateway.find(name=name)
 
     def own(self, request: web.Request) -> Session:
-        """Returns a session to somebody who has its key.
+        """Returns a session for its key.
 
         Raises:
             GatewayError: if the key is of something else.
@@ -93,7 +93,7 @@ class Access:
         request.app[STRANGERS].know(request)
 
     def check_may_read(self, request: web.Request) -> None:
-        """Lets the owner read, and anybody on this machine where sessions are open.
+        """Allows reads by the owner, and by local clients if sessions are open.
 
         Raises:
             GatewayError: to others.
@@ -105,7 +105,7 @@ class Access:
             self.check_owner(request)
 
     def _open(self, name: str) -> Session:
-        """Returns a session to the owner, a new one where there was none."""
+        """Returns a session for the owner, a new session if there is none."""
         try:
             return self._gateway.find(name=name)
         except GatewayError as error:
@@ -117,14 +117,14 @@ class Access:
         try:
             return self._gateway.find(key=key)
         except GatewayError as error:
-            # The key of a session, but it opens that no more.
+            # An expired session key.
             if error.status == GONE or error.code is not None:
                 raise
             return None
 
     def _is_owner(self, key: str | None) -> bool:
-        own = self._gateway.api_key
-        return hmac.compare_digest(_bytes(key or ""), _bytes(own))
+        expected = self._gateway.api_key
+        return hmac.compare_digest(_bytes(key or ""), _bytes(expected))
 
 
 def _bytes(key: str) -> bytes:
@@ -132,10 +132,10 @@ def _bytes(key: str) -> bytes:
 
 
 def _check_local(request: web.Request) -> None:
-    """Raises :class:`GatewayError` for a request that a page of another host may send.
+    """Raises :class:`GatewayError` for a request from a web page of another host.
 
-    A browser runs on this machine, too, and sends what any page tells it to. Its pages
-    cannot set these headers.
+    A browser runs on this machine, too, and sends requests for any page. Pages cannot
+    set these headers.
     """
     host, origin = request.headers.get("Host"), request.headers.get("Origin")
     for name, url in (("Host", host and f"http://{host}"), ("Origin", origin)):

@@ -1,4 +1,4 @@
-"""Which request is handled where."""
+"""Assignment of routes to handlers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def make_app(gateway: Recorder) -> web.Application:
 
 def _add_session_routes(app: web.Application, routes: GatewayRoutes) -> None:
     dialects = routes.dialects
-    endpoints = [each for dialect in dialects for each in dialect.endpoints]
-    lookups = [each for dialect in dialects for each in dialect.lookups]
+    endpoints = [endpoint for dialect in dialects for endpoint in dialect.endpoints]
+    lookups = [lookup for dialect in dialects for lookup in dialect.lookups]
     for prefix in ("", "/sessions/{session}"):
         for endpoint in endpoints:
             handler = routes.count if endpoint.write is None else routes.answer

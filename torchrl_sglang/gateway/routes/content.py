@@ -1,4 +1,4 @@
-"""JSON of requests and answers, and errors as clients are told of them."""
+"""JSON of requests and answers, and formatted errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 
 
 BODY_SECONDS = 120.0
-"""Time that a client has for the body of a request."""
+"""Timeout for the body of a request."""
 
 
 async def read_body(request: web.Request) -> bytes:
@@ -47,24 +47,24 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """Returns the object that a request has.
+    """Returns the object in a request's body.
 
     Raises:
-        ConfigurationError: if it has none.
+        ConfigurationError: if there is none.
     """
     body = await read_body(request)
     try:
         content = msgspec.json.decode(body or b"{}")
     except (ValueError, RecursionError) as error:
-        why = _half_character(body) or str(error)
-        raise ConfigurationError(f"The request is not JSON: {why}.") from error
+        reason = _half_character(body) or str(error)
+        raise ConfigurationError(f"The request is not JSON: {reason}.") from error
     if not isinstance(content, dict):
         raise ConfigurationError("The request must be a JSON object.")
     return content
 
 
 def _half_character(body: bytes) -> str:
-    """Returns where a request has half of a character; an empty text: nowhere."""
+    """Returns the location of an incomplete character; an empty text: none."""
     try:
         half = half_character(json.loads(body))
     except (ValueError, RecursionError):
@@ -75,7 +75,7 @@ def _half_character(body: bytes) -> str:
 
 
 def json_response(content: Any, **options: Any) -> web.Response:
-    """Returns an answer of JSON; ``options`` are of aiohttp's response."""
+    """Returns an answer of JSON; ``options`` are aiohttp's."""
     body = msgspec.json.encode(content)
     return web.Response(body=body, content_type="application/json", **options)
 
@@ -84,7 +84,7 @@ def _status(error: SGLangError) -> int:
     if isinstance(error, GatewayError):
         return error.status
     if isinstance(error, NotFiniteError):
-        # Of the weights, whatever was asked.
+        # A property of the weights, for any request.
         return 503
     if isinstance(
         error, (ConfigurationError, UnsupportedByServerError, RequestRefusedError)
@@ -106,13 +106,13 @@ _KINDS = {
 
 
 def _routes(app: web.Application) -> str:
-    """Returns the routes, without those that each session has, too."""
-    found = (
+    """Returns the routes, except the routes of single sessions."""
+    routes = (
         f"{route.method} {route.resource.canonical}"
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
     )
-    return ", ".join(each for each in found if "}/v1/" not in each)
+    return ", ".join(route for route in routes if "}/v1/" not in route)
 
 
 def failure_of(request: web.Request, error: Exception) -> Failure:

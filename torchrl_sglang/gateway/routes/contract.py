@@ -1,4 +1,4 @@
-"""What the routes need of a gateway."""
+"""Interface of a gateway for its routes."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from torchrl_sglang.gateway.turns import Turn
 
 
 class Recorder(Protocol):
-    """Members of a gateway that the routes need."""
+    """Members of a gateway that the routes use."""
 
     models: list[str]
-    """Names of the models that clients are told."""
+    """Names of the model for clients."""
     api_key: str
     """Key that opens every session."""
     dialects: Sequence[Dialect]
     """Dialects that clients may speak."""
     open: bool
-    """Whether a session's path is enough to use the session."""
+    """Whether a session's path is sufficient for access."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
     public_url: str | None
-    """Address by which clients reach the gateway, if it is not the one they used."""
+    """Address of the gateway for clients, if it differs from the request's."""
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
-        """Returns a session, a new one where there is none of that name."""
+        """Returns the session of this name, or a new session."""
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
-        """Returns a session that there is."""
+        """Returns an existing session; raises if there is none."""
 
     def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
-        """Returns what a body asks for, and what of it has no effect."""
+        """Returns the request in a body, and its fields without effect."""
 
     async def respond(
         self, session: Session, request: Request, progress: Progress | None = None
@@ -43,19 +43,19 @@ class Recorder(Protocol):
         """Generates and keeps responses."""
 
     async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Keeps responses that were withdrawn."""
+        """Keeps withdrawn responses again."""
 
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Forgets responses that no client has seen."""
+        """Removes responses that no client has seen."""
 
     def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Knows that a client has responses."""
+        """Records that a client has received responses."""
 
     async def written(self) -> None:
-        """Returns when everything so far is kept."""
+        """Waits until all changes are kept."""
 
     async def unname(self, session: Session, turn: Turn) -> None:
-        """Forgets the name of a turn's answer."""
+        """Removes the name of a turn's answer."""
 
     async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""
@@ -64,7 +64,7 @@ class Recorder(Protocol):
         """Returns the text of a token."""
 
     def drop(self, session: Session) -> None:
-        """Forgets a session."""
+        """Drops a session."""
 
     def set_reward(
         self,

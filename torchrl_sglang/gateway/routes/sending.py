@@ -1,4 +1,4 @@
-"""Sends answers, whole or as streams, and notices clients that hang up."""
+"""Sends answers, whole or as streams, and detects clients that hang up."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FIRST_SECONDS = 0.8
 """Time until a stream's first bytes, in seconds."""
 
 DRAIN_SECONDS = 0.01
-"""Interval between looks whether a slow client has taken its answer."""
+"""Interval between checks whether a slow client has read its answer."""
 
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
-"""Event of a hang-up, where the system has one."""
+"""Poll event of a hang-up, if the system has it."""
 
 _SSE = {
     "Content-Type": "text/event-stream",
@@ -38,7 +38,7 @@ async def send_answer(
     write: Writer,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
-    """Sends an answer, and returns when the connection has taken it.
+    """Sends an answer, and waits until the connection has taken it.
 
     Raises:
         ConnectionResetError: if the client has hung up.
@@ -54,9 +54,9 @@ async def send_answer(
 
 @asynccontextmanager
 async def _delivery(request: web.Request) -> AsyncIterator[None]:
-    """Raises ``ConnectionResetError`` if the client has hung up, before or within.
+    """Raises ``ConnectionResetError`` if the client hangs up, before or within.
 
-    Ends when the connection has taken all that was written.
+    Ends when the connection has taken all data.
     """
     _check_open(request.transport, _HUNG_UP)
     yield
@@ -82,15 +82,15 @@ def _check_open(transport: asyncio.Transport | None, events: int) -> None:
 
 
 class Stream:
-    """Streams an answer: what is certain of it as it comes, and in the end the rest.
+    """Streams an answer: the stable prefix as it grows, and finally the rest.
 
     Args:
-        request: of a client.
-        answer: to it.
-        write: writes it.
-        progress: is told of what is certain.
-        dialect: spells an error.
-        seconds: most time without a sign of life.
+        request: request of a client.
+        answer: its answer.
+        write: formats the answer.
+        progress: source of the stable prefixes.
+        dialect: formats an error.
+        seconds: longest time without an event.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class Stream:
         self._told: dict[int, Draft] = {}
 
     async def send(self, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Sends the answer, and returns when the connection has taken it.
+        """Sends the answer, and waits until the connection has taken it.
 
         Raises:
-            ConnectionResetError: if the client has hung up, or was told of an error.
+            ConnectionResetError: if the client has hung up, or after an error event.
         """
         request = self._request
         response = web.StreamResponse(headers={**_SSE, **headers})
         try:
-            # A request that is refused at once gets the status of its error.
+            # An immediate refusal gets the status of its error.
             await self._wait(min(self._seconds, FIRST_SECONDS))
             if self._task.done():
                 self._task.result()
@@ -134,7 +134,7 @@ class Stream:
         return response
 
     async def _wait(self, seconds: float) -> None:
-        """Waits for the answer, or for more of it."""
+        """Waits for the answer, or for its growth."""
         changed = asyncio.ensure_future(self._progress.changed())
         try:
             await asyncio.wait(
@@ -146,7 +146,7 @@ class Stream:
             changed.cancel()
 
     async def _contents(self) -> AsyncIterator[bytes]:
-        """Yields signs of life and what is certain, then the rest or an error."""
+        """Yields keep-alives and stable prefixes, then the rest or an error."""
         failure = None
         try:
             while not self._task.done():
@@ -164,7 +164,7 @@ class Stream:
                 raise ConnectionResetError("The answer is not what was told of it.")
 
     def _new(self) -> Iterator[bytes]:
-        """Yields the events of what has become certain."""
+        """Yields the events of new stable prefixes."""
         progress = self._progress
         if progress.prompt_tokens is None:
             return

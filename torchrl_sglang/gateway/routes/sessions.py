@@ -46,18 +46,18 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import continuing
 
 FINAL = frozenset({403, 410})
-"""Statuses after which clients need not repeat a request."""
+"""Statuses after which clients should not repeat a request."""
 
 IGNORED = "x-torchrl-sglang-ignored"
-"""Header with the fields of a request that had no effect."""
+"""Header with a request's fields without effect."""
 
 REQUEST_IDS = ("x-request-id", "x-client-request-id")
-"""Headers in which clients name a request."""
+"""Headers with the client's id of a request."""
 
 _REQUEST_ID = re.compile(r"[!-~]{1,512}")
 
 ANSWERED_IDS = ("x-request-id", "request-id")
-"""Headers in which clients of OpenAI and Anthropic look for a request's name."""
+"""Headers with a request's id, for clients of OpenAI and of Anthropic."""
 
 
 class SessionRoutes:
@@ -118,12 +118,12 @@ class SessionRoutes:
         return self._gateway.read(read, latest.share(await read_json(request)))
 
     async def look_up(self, lookup: Lookup, request: web.Request) -> web.StreamResponse:
-        """Answers with an earlier answer of a session."""
-        session, given = self.access.session(request), request.match_info["id"]
-        turn = lookup.find(given, session.answered)
+        """Returns an earlier answer of a session."""
+        session, answer_id = self.access.session(request), request.match_info["id"]
+        turn = lookup.find(answer_id, session.answered)
         content = lookup.tell(
             Asked(
-                id=given,
+                id=answer_id,
                 turn=turn,
                 query=request.query,
                 token_text=self._gateway.token_text,
@@ -134,7 +134,7 @@ class SessionRoutes:
         return json_response(content)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        """Answers with the models, of which there is one."""
+        """Returns the list of the single model."""
         self.access.session(request)
         names = self._gateway.models
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
@@ -142,7 +142,7 @@ class SessionRoutes:
         return json_response({"object": "list", "data": rows, **ends})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
-        """Answers with what is known of a model."""
+        """Returns the description of a model."""
         self.access.session(request)
         name = request.match_info["model"]
         if name not in self._gateway.models:
@@ -154,13 +154,13 @@ class SessionRoutes:
         return json_response(_about_model(name))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """Answers that this process serves."""
+        """Reports that this process serves."""
         return json_response({"status": "ok"})
 
     async def answer(
         self, endpoint: Endpoint, request: web.Request
     ) -> web.StreamResponse:
-        """Answers with responses, whole or as a stream."""
+        """Returns responses, whole or as a stream."""
         session = self.access.session(request)
         parsed = await self._read(endpoint, request, session)
         content = request.path.encode() + await read_body(request)
@@ -197,7 +197,7 @@ class SessionRoutes:
                 info=info,
             ) as answer:
                 write = endpoint.write(parsed, answer.info)
-                # A repeated request is known by the first one's.
+                # A repeated request has the id of the first.
                 headers = _headers(replace(parsed, request_id=answer.request_id))
                 if progress is not None:
                     stream = Stream(
@@ -215,7 +215,7 @@ class SessionRoutes:
             return web.Response()
 
     def _recorded(self, session: Session, digest: str) -> list[Answer]:
-        """Returns the latest answers to equal requests that a session has."""
+        """Returns a session's latest answers to equal requests."""
         since = time.time() - KEPT_SECONDS
         return [
             Answer.recorded(
@@ -233,7 +233,7 @@ class SessionRoutes:
 
 
 def _headers(request: Request) -> dict[str, str]:
-    """Returns the headers with a request's name, and its fields without effect."""
+    """Returns the headers with a request's id, and its fields without effect."""
     headers = {IGNORED: ", ".join(request.ignored)} if request.ignored else {}
     if request.request_id is not None:
         headers |= dict.fromkeys(ANSWERED_IDS, request.request_id)
@@ -241,13 +241,13 @@ def _headers(request: Request) -> dict[str, str]:
 
 
 def _request_id(request: web.Request, info: AnswerInfo) -> str:
-    """Returns the name of a request: the client's own, or a new one."""
-    given = (request.headers.get(name, "") for name in REQUEST_IDS)
-    return next(filter(_REQUEST_ID.fullmatch, given), f"req_{info.name}")
+    """Returns the id of a request: the client's own, or a new id."""
+    ids = (request.headers.get(name, "") for name in REQUEST_IDS)
+    return next(filter(_REQUEST_ID.fullmatch, ids), f"req_{info.name}")
 
 
 def _about_model(name: str) -> dict[str, Any]:
-    """Returns what clients are told of a model, in OpenAI's words and Anthropic's."""
+    """Returns the description of a model, in OpenAI's and Anthropic's fields."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "sglang"}
     born = "1970-01-01T00:00:00Z"
     return {**openai, "type": "model", "display_name": name, "created_at": born}

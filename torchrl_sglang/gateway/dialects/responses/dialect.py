@@ -1,4 +1,4 @@
-"""OpenAI's Responses: where clients post to, and ask for earlier responses.
+"""OpenAI's Responses: addresses for new and for earlier responses.
 
 Source: the OpenAI API reference, "Responses" and "Streaming events".
 """
@@ -24,7 +24,7 @@ def _deleted(asked: Asked) -> dict[str, Any]:
 
 
 class Responses(Completions):
-    """OpenAI's Responses; keys are those of its completions."""
+    """OpenAI's Responses, with the keys of its completions."""
 
     endpoints = (
         Endpoint(path=_PATH, read=read_response, recalls=True, write=ResponseWriter),

@@ -1,4 +1,4 @@
-"""Server-sent events of ``/v1/responses``, for responses that grow. Pure."""
+"""Server-sent events of ``/v1/responses`` for growing responses."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import msgspec
 from torchrl_sglang.gateway.dialects.base import more
 
 _NOT_YET = ("usage", "error", "incomplete_details", "completed_at")
-"""Fields that a response has when it is complete."""
+"""Fields of a complete response only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TextEvents:
-    """Events of the one text that an item has."""
+    """Events of an item's single text."""
 
     name: str
-    """Beginning of the types of the text's events."""
+    """Prefix of the types of the text's events."""
     field: str = "text"
-    """Field with the text: of the item's one part, or of the item itself."""
+    """Field with the text, of the item's single part or of the item itself."""
     parts: str | None = None
-    """Field of the item with its one part, if it has parts."""
+    """Field of the item with its single part, if it has parts."""
     part: str = ""
-    """Beginning of the types of the part's events."""
+    """Prefix of the types of the part's events."""
     index: str = ""
     """Field of the events with the part's index."""
 
     def holder(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns what has the text."""
-        found: Mapping[str, Any] = item if self.parts is None else item[self.parts][0]
-        return found
+        """Returns the object that contains the text."""
+        holder: Mapping[str, Any] = item if self.parts is None else item[self.parts][0]
+        return holder
 
 
 _REASONING = _TextEvents(
@@ -61,7 +61,7 @@ _EVENTS = {
         name="response.custom_tool_call_input", field="input"
     ),
 }
-"""Type of an item, but for reasoning -> its events."""
+"""Type of an item, except reasoning -> its events."""
 
 
 def _events_of(item: Mapping[str, Any]) -> _TextEvents:
@@ -74,7 +74,7 @@ class EventStream:
     """Events of one response, in OpenAI's order, with their numbers.
 
     Args:
-        head: the response before the model has written anything.
+        head: the response without output.
 
     Examples:
         >>> from torchrl_sglang.gateway.dialects.responses.events import EventStream
@@ -94,23 +94,23 @@ class EventStream:
         self._told = ""
 
     def begin(self) -> Iterator[bytes]:
-        """Yields the first events, unless they have been."""
+        """Yields the first events, once."""
         if not self._number:
             yield self._event("response.created", {"response": self._head})
             yield self._event("response.in_progress", {"response": self._head})
 
     def wait(self) -> Iterator[bytes]:
-        """Yields a sign of life: the first events, or one of them again."""
+        """Yields a keep-alive: the first events, or a repeated event."""
         if self._number:
             yield self._event("response.in_progress", {"response": self._head})
         else:
             yield from self.begin()
 
     def grow(self, items: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        """Yields what items have more than before; all but the last are complete.
+        """Yields the growth of items; all but the last are complete.
 
         Raises:
-            GatewayError: if they begin otherwise.
+            GatewayError: if their earlier text has changed.
         """
         for index in range(max(self._index, 0), len(items)):
             if index > self._index:
@@ -122,7 +122,7 @@ class EventStream:
             yield from self._delta(items[index])
 
     def end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yields the rest of a complete response."""
+        """Yields the remaining part of a complete response."""
         yield from self.begin()
         yield from self.grow(response["output"])
         if response["output"]:
@@ -130,14 +130,14 @@ class EventStream:
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yields the last events of a response that failed.
+        """Yields the last events of a failed response.
 
         Args:
-            error: with a ``code`` and a ``message``, and what else clients are told.
+            error: object with a ``code``, a ``message`` and further fields.
         """
         yield from self.begin()
-        told = {key: error.get(key) for key in ("code", "message", "param")}
-        yield self._event("error", {**told, "error": error})
+        fields = {key: error.get(key) for key in ("code", "message", "param")}
+        yield self._event("error", {**fields, "error": error})
         about = {"code": error.get("code") or "server_error"}
         about["message"] = error["message"]
         failed = {**self._head, "status": "failed", "error": about}
@@ -150,41 +150,45 @@ class EventStream:
         return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
 
     def _open(self, item: Mapping[str, Any]) -> Iterator[bytes]:
-        own = _events_of(item)
-        empty = {**item, own.parts or own.field: "" if own.parts is None else []}
+        kind = _events_of(item)
+        empty = {**item, kind.parts or kind.field: "" if kind.parts is None else []}
         if "status" in item:
             empty["status"] = "in_progress"
         if "encrypted_content" in item:
             empty["encrypted_content"] = ""
         place = {"output_index": self._index}
         yield self._event("response.output_item.added", {**place, "item": empty})
-        if own.parts is not None:
-            part = {**own.holder(item), own.field: ""}
+        if kind.parts is not None:
+            part = {**kind.holder(item), kind.field: ""}
             if "logprobs" in part:
                 part["logprobs"] = []
-            told = {**self._place(item, own), "part": part}
-            yield self._event(f"{own.part}.added", told)
+            fields = {**self._place(item, kind), "part": part}
+            yield self._event(f"{kind.part}.added", fields)
 
     def _delta(self, item: Mapping[str, Any]) -> Iterator[bytes]:
-        own = _events_of(item)
-        holder = own.holder(item)
-        text = holder[own.field]
+        kind = _events_of(item)
+        holder = kind.holder(item)
+        text = holder[kind.field]
         new, self._told = more(text, self._told), text
         if new:
-            told = {**self._place(item, own), "delta": new, **_logprobs(item, holder)}
-            yield self._event(f"{own.name}.delta", told)
+            fields = {
+                **self._place(item, kind),
+                "delta": new,
+                **_logprobs(item, holder),
+            }
+            yield self._event(f"{kind.name}.delta", fields)
 
     def _close(self, item: Mapping[str, Any]) -> Iterator[bytes]:
-        own = _events_of(item)
-        place, holder = self._place(item, own), own.holder(item)
-        told = {own.field: holder[own.field], **_logprobs(item, holder)}
+        kind = _events_of(item)
+        place, holder = self._place(item, kind), kind.holder(item)
+        fields = {kind.field: holder[kind.field], **_logprobs(item, holder)}
         if item["type"] == "function_call":
-            told["name"] = item["name"]
-        yield self._event(f"{own.name}.done", {**place, **told})
-        if own.parts is not None:
-            yield self._event(f"{own.part}.done", {**place, "part": holder})
-        told = {"output_index": self._index, "item": item}
-        yield self._event("response.output_item.done", told)
+            fields["name"] = item["name"]
+        yield self._event(f"{kind.name}.done", {**place, **fields})
+        if kind.parts is not None:
+            yield self._event(f"{kind.part}.done", {**place, "part": holder})
+        fields = {"output_index": self._index, "item": item}
+        yield self._event("response.output_item.done", fields)
 
     def _place(self, item: Mapping[str, Any], own: _TextEvents) -> dict[str, Any]:
         place = {"item_id": item["id"], "output_index": self._index}
@@ -192,7 +196,7 @@ class EventStream:
 
 
 def _logprobs(item: Mapping[str, Any], holder: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the log-probs that events of messages have, if only an empty list."""
+    """Returns the log-probs for events of messages, possibly an empty list."""
     if item["type"] != "message":
         return {}
     return {"logprobs": holder.get("logprobs", [])}

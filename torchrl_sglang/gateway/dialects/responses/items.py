@@ -1,7 +1,7 @@
-"""Items of ``/v1/responses``, and the messages that they are. Pure.
+"""Conversion between items of ``/v1/responses`` and messages.
 
-An assistant's message is up to three kinds of items: its reasoning, its text and its
-calls. Items that belong together follow each other, or say so by their ids.
+An assistant's message has up to three kinds of items: reasoning, text and calls. Items
+of one message are consecutive, or share an id.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _RESPONSE = re.compile(r"resp_([0-9a-f]{24})")
 MOST_ITEMS = 100
 
 _OTHER = "_json"
-"""Behind the id of a custom call that has other arguments than its text.
+"""Suffix of the id of a custom call with other arguments than its text.
 
-Its text is their JSON then; the id tells it from a text that looks the same.
+Its text is their JSON then; the suffix distinguishes it from an equal plain text.
 """
 
 _WRITTEN = "text:"
-"""Before reasoning that clients take for encrypted; nothing here is secret."""
+"""Prefix of reasoning in the field for encrypted content; nothing here is secret."""
 
 _SAME_ROLE = {"developer": "system"}
 
@@ -56,10 +56,10 @@ def find_response(given: str, recall: Recall) -> Turn:
     """Returns the turn of the response with an id.
 
     Raises:
-        GatewayError: if it is not known.
+        GatewayError: if it is unknown.
     """
-    found = _RESPONSE.fullmatch(given)
-    turn = recall(found[1]) if found else None
+    match = _RESPONSE.fullmatch(given)
+    turn = recall(match[1]) if match else None
     if turn is None:
         raise GatewayError(
             f"Response with id {given!r:.80} not found. {_UNKNOWN}", status=404
@@ -73,25 +73,25 @@ def to_items(
     """Returns the items of an assistant's message.
 
     Args:
-        message: of the assistant; without content if that has not begun.
-        name: of the answer; ids begin with it.
-        tools: by the names under which the model knows them.
-        summary: tell reasoning as a summary, for clients that show nothing else of it.
+        message: the assistant's; without content before its content begins.
+        name: name of the answer, the prefix of ids.
+        tools: tools by the model's names.
+        summary: return reasoning as a summary, for clients that show only summaries.
     """
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls", ())
     if reasoning:
-        found.append(
+        items.append(
             {"id": item_id("rs", name, 0), **_reasoning_item(reasoning, summary)}
         )
     content = message.get("content")
     if content or (content is not None and not calls):
         part = {"type": "output_text", "text": content, "annotations": []}
         item = {"type": "message", "role": "assistant", "content": [part]}
-        found.append({"id": item_id("msg", name, len(found)), **item})
+        items.append({"id": item_id("msg", name, len(items)), **item})
     for call in calls:
-        found.append(_call_item(call, name, len(found), tools))
-    return found
+        items.append(_call_item(call, name, len(items), tools))
+    return items
 
 
 def _reasoning_item(text: str, summary: bool) -> dict[str, Any]:
@@ -99,27 +99,27 @@ def _reasoning_item(text: str, summary: bool) -> dict[str, Any]:
     part = {"type": kind, "text": text}
     item = {"summary": [part]} if summary else {"summary": [], "content": [part]}
     # Some clients keep nothing else.
-    kept = base64.b64encode(text.encode(errors="replace")).decode()
-    return {"type": "reasoning", **item, "encrypted_content": _WRITTEN + kept}
+    encoded = base64.b64encode(text.encode(errors="replace")).decode()
+    return {"type": "reasoning", **item, "encrypted_content": _WRITTEN + encoded}
 
 
 def _call_item(
     call: Mapping[str, Any], name: str, index: int, tools: Mapping[str, Tool]
 ) -> dict[str, Any]:
-    called, arguments = call["function"]["name"], call["function"]["arguments"]
-    tool = tools.get(called)
-    about = {"call_id": call["id"], "name": tool.name if tool else called}
+    function, arguments = call["function"]["name"], call["function"]["arguments"]
+    tool = tools.get(function)
+    about = {"call_id": call["id"], "name": tool.name if tool else function}
     if tool is not None and tool.namespace:
         about["namespace"] = tool.namespace
     if tool is None or not tool.is_custom:
-        own = {"type": "function_call", "arguments": json.dumps(arguments)}
-        return {"id": item_id("fc", name, index), **own, **about}
+        item = {"type": "function_call", "arguments": json.dumps(arguments)}
+        return {"id": item_id("fc", name, index), **item, **about}
     text = arguments.get(INPUT) if isinstance(arguments, Mapping) else None
     if not isinstance(text, str) or len(arguments) != 1:
         about["call_id"] += _OTHER
         text = json.dumps(arguments)
-    own = {"type": "custom_tool_call", "input": text}
-    return {"id": item_id("ctc", name, index), **own, **about}
+    item = {"type": "custom_tool_call", "input": text}
+    return {"id": item_id("ctc", name, index), **item, **about}
 
 
 def read_items(given: Any, recall: Recall) -> list[Message]:
@@ -127,11 +127,11 @@ def read_items(given: Any, recall: Recall) -> list[Message]:
 
     Args:
         given: a text, or items.
-        recall: finds the turns of answers that items refer to.
+        recall: finds the turns of referenced answers.
 
     Raises:
-        ConfigurationError: for what is no item, or one that no policy reads.
-        GatewayError: if an item that is referred to is not known.
+        ConfigurationError: for an invalid or unsupported item.
+        GatewayError: if a referenced item is unknown.
     """
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
@@ -149,7 +149,7 @@ def earlier_messages(given: Any, recall: Recall) -> list[Message]:
     """Returns the conversation up to an earlier response, without its instructions.
 
     Raises:
-        GatewayError: if the response is not known.
+        GatewayError: if the response is unknown.
     """
     try:
         turn = find_response(str(given), recall)
@@ -160,8 +160,8 @@ def earlier_messages(given: Any, recall: Recall) -> list[Message]:
             code="previous_response_not_found",
             param="previous_response_id",
         ) from error
-    told = turn.prompt.messages
-    return [*(told[1:] if turn.about.get("instructions") else told), turn.reply]
+    prompt = turn.prompt.messages
+    return [*(prompt[1:] if turn.about.get("instructions") else prompt), turn.reply]
 
 
 class _ItemReader:
@@ -176,20 +176,20 @@ class _ItemReader:
         self._seen: set[str] = set()
 
     def read(self, where: str, item: Any) -> None:
-        """Reads an item; ``where`` is its place in the request."""
+        """Reads an item; ``where`` is its position in the request."""
         if not isinstance(item, Mapping):
             raise ConfigurationError(f"{where} must be an object.")
-        # The types of messages and references may be left out.
+        # The types of messages and references may be omitted.
         kind = item.get("type") or ("message" if "role" in item else "item_reference")
         if kind == "item_reference":
             self._read_reference(where, item)
         elif kind == "message":
             self._read_message(where, item)
         elif kind == "reasoning":
-            said = self._assistant(item, kind)
-            before = said.get("reasoning_content", "")
-            if text := before + _reasoning(item, where):
-                said["reasoning_content"] = text
+            message = self._assistant(item, kind)
+            earlier = message.get("reasoning_content", "")
+            if text := earlier + _reasoning(item, where):
+                message["reasoning_content"] = text
         elif kind in ("function_call", "custom_tool_call"):
             call = _read_call(where, item, kind)
             self._assistant(item, kind).setdefault("tool_calls", []).append(call)
@@ -203,15 +203,15 @@ class _ItemReader:
             )
 
     def _read_reference(self, where: str, item: Mapping[str, Any]) -> None:
-        given = item.get("id")
-        found = _ITEM.fullmatch(given) if isinstance(given, str) else None
-        turn = self._recall(found[1]) if found else None
-        for each in turn_items(turn) if turn else ():
-            if each["id"] == given:
-                self.read(where, each)
+        reference = item.get("id")
+        match = _ITEM.fullmatch(reference) if isinstance(reference, str) else None
+        turn = self._recall(match[1]) if match else None
+        for earlier in turn_items(turn) if turn else ():
+            if earlier["id"] == reference:
+                self.read(where, earlier)
                 return
         raise GatewayError(
-            f"Item with id {given!r:.80} not found. {_UNKNOWN}",
+            f"Item with id {reference!r:.80} not found. {_UNKNOWN}",
             status=404,
             param="input",
         )
@@ -247,32 +247,32 @@ class _ItemReader:
         self._open = None
 
     def _assistant(self, item: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """Returns the assistant's message that an item belongs to."""
-        given = item.get("id")
-        found = _ITEM.fullmatch(given) if isinstance(given, str) else None
-        name = found[1] if found else ""
-        if name and given in self._seen:
+        """Returns the assistant's message of an item."""
+        reference = item.get("id")
+        match = _ITEM.fullmatch(reference) if isinstance(reference, str) else None
+        name = match[1] if match else ""
+        if name and reference in self._seen:
             raise ConfigurationError(
-                f"Duplicate item found with id {given!r}. Remove duplicate items from "
-                f"your input and try again."
+                f"Duplicate item found with id {reference!r}. Remove duplicate items "
+                f"from your input and try again."
             )
-        self._seen.add(str(given))
+        self._seen.add(str(reference))
         if name and name in self._answers:
             # Results may stand between the calls of one answer.
             return self._answers[name]
-        said = self._open
+        message = self._open
         if (
-            said is None
+            message is None
             or (name and self._open_name)
-            # What a model writes first is the beginning of another message.
-            or (not kind.endswith("_call") and _has_text_or_calls(said))
+            # The first item kind of a response begins another message.
+            or (not kind.endswith("_call") and _has_text_or_calls(message))
         ):
-            said = {"role": "assistant", "content": ""}
-            self._append(said)
-            self._open, self._open_name = said, ""
+            message = {"role": "assistant", "content": ""}
+            self._append(message)
+            self._open, self._open_name = message, ""
         if name:
-            self._answers[name], self._open_name = said, name
-        return said
+            self._answers[name], self._open_name = message, name
+        return message
 
 
 def turn_items(turn: Turn) -> list[dict[str, Any]]:
@@ -314,24 +314,24 @@ def input_items(asked: Asked) -> dict[str, Any]:
 
 
 def _told_items(turn: Turn) -> list[dict[str, Any]]:
-    """Returns the items of what a turn's model was told."""
+    """Returns the items of the prompt of a turn."""
     tools = find_tools(turn.about.get("tools", ()))
     messages = turn.prompt.messages
     if turn.about.get("instructions"):
         messages = messages[1:]
-    found: list[dict[str, Any]] = []
+    items: list[dict[str, Any]] = []
     custom: set[str] = set()
     for message in messages:
         if message["role"] == "assistant":
-            said = to_items(message, turn.name, tools)
-            custom |= {each["call_id"] for each in said if "input" in each}
+            converted = to_items(message, turn.name, tools)
+            custom |= {item["call_id"] for item in converted if "input" in item}
         else:
-            said = [_told_item(message, custom)]
-        found += said
-    # Clients page by ids, which are those of no output.
+            converted = [_told_item(message, custom)]
+        items += converted
+    # Clients page by ids, which differ from the ids of outputs.
     return [
         {**item, "id": item_id("in", turn.name, index)}
-        for index, item in enumerate(found)
+        for index, item in enumerate(items)
     ]
 
 
@@ -361,28 +361,28 @@ def _read_call(where: str, item: Mapping[str, Any], kind: str) -> dict[str, Any]
         arguments = read_arguments(item.get("arguments"))
     else:
         arguments = _custom_arguments(item.get("input"), call_id, where)
-    own = {
+    call = {
         "name": model_name(name, namespace if isinstance(namespace, str) else None),
         "arguments": arguments,
     }
-    return {"id": call_id.removesuffix(_OTHER), "type": "function", "function": own}
+    return {"id": call_id.removesuffix(_OTHER), "type": "function", "function": call}
 
 
 def _custom_arguments(text: Any, call_id: str, where: str) -> dict[str, Any]:
     if not isinstance(text, str):
         raise ConfigurationError(f"{where}.input={text!r:.50} must be a text.")
-    given = read_arguments(text) if call_id.endswith(_OTHER) else None
-    return given if isinstance(given, dict) else {INPUT: text}
+    arguments = read_arguments(text) if call_id.endswith(_OTHER) else None
+    return arguments if isinstance(arguments, dict) else {INPUT: text}
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Returns the text of reasoning, from whatever a client has kept of it."""
+    """Returns the text of reasoning, from any field that the client has kept."""
     if item.get("content"):
         return _texts(item["content"], where)
-    kept = item.get("encrypted_content")
-    if isinstance(kept, str) and kept.startswith(_WRITTEN):
+    encoded = item.get("encrypted_content")
+    if isinstance(encoded, str) and encoded.startswith(_WRITTEN):
         try:
-            return base64.b64decode(kept[len(_WRITTEN) :], validate=True).decode()
+            return base64.b64decode(encoded[len(_WRITTEN) :], validate=True).decode()
         except (binascii.Error, UnicodeDecodeError, ValueError):
             pass
     return _texts(item.get("summary") or (), where)
@@ -391,10 +391,10 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
 def _texts(parts: Any, where: str) -> str:
     if isinstance(parts, str) or not isinstance(parts, Sequence):
         raise ConfigurationError(f"{where} has reasoning that is not a list of parts.")
-    found = []
-    for each in parts:
-        text = each.get("text") if isinstance(each, Mapping) else None
+    texts = []
+    for part in parts:
+        text = part.get("text") if isinstance(part, Mapping) else None
         if not isinstance(text, str):
             raise ConfigurationError(f"{where} has a part of reasoning without a text.")
-        found.append(text)
-    return "".join(found)
+        texts.append(text)
+    return "".join(texts)

@@ -1,4 +1,4 @@
-"""Bodies of requests to ``/v1/responses``. Pure, but for what a session recalls."""
+"""Parser of request bodies for ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _ABOUT = frozenset(
     {
         *("service_tier", "access_programs", "background_options"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        # Those of tools that OpenAI's servers run, and of images.
+        # For tools that OpenAI's servers run, and images.
         *("max_tool_calls", "image"),
-        # Padding against those who read along.
+        # Padding against eavesdroppers.
         "stream_options",
     }
 )
-"""Accounting with OpenAI, and what its servers alone have; it changes no response."""
+"""Fields for OpenAI's accounting and its own features, which change no response."""
 
 _REFUSED = {
     "background": "ask for the response and wait for it, or stream it",
@@ -54,29 +54,29 @@ _REFUSED = {
     "prompt": "send its text as instructions or input",
     "moderation": "responses are not moderated",
 }
-"""OpenAI's names -> what to do instead."""
+"""OpenAI's names -> alternative."""
 
 _HINTS = {
     "reasoning.effort": ("reasoning_effort",),
     "text.verbosity": ("verbosity",),
     "enable_thinking": THINKING,
 }
-"""Field -> variables of templates that have its meaning."""
+"""Field -> template variables with its meaning."""
 
 _WISHES: dict[str, tuple[Any, ...]] = {
-    # A conversation that is too long is refused, and never cut.
+    # A conversation that is too long is refused, never truncated.
     "truncation": (None, "disabled"),
     "context_management": (None, []),
     "reasoning.context": (None, "auto"),
     "reasoning.mode": (None, "standard"),
 }
-"""Field without effect -> values that ask for none."""
+"""Field without effect -> its neutral values."""
 
 _INSIDE = {
     "reasoning": ("effort", "summary", "generate_summary", "context", "mode"),
     "text": ("format", "verbosity"),
 }
-"""Field -> fields that it may have."""
+"""Field -> its allowed fields."""
 
 _INCLUDED = frozenset(
     {
@@ -86,8 +86,8 @@ _INCLUDED = frozenset(
         "computer_call_output.output.image_url",
     }
 )
-"""Reasoning has its encrypted content always. Those of OpenAI's own tools include
-nothing: there are no calls of them."""
+"""Reasoning always has its encrypted content. Outputs of OpenAI's own tools are absent:
+there are no calls of them."""
 
 ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "model"),
@@ -102,35 +102,35 @@ def read_response(body: Any, recall: Recall = lambda name: None) -> Request:
     """Returns a request to ``/v1/responses``.
 
     Args:
-        body: of the request.
+        body: body of the request.
         recall: finds the turns of earlier answers.
 
     Raises:
-        ConfigurationError: for what is wrong or not supported.
-        GatewayError: if it names a response that is not known.
+        ConfigurationError: for invalid or unsupported fields.
+        GatewayError: if a referenced response is unknown.
     """
     if not isinstance(body, Mapping):
         raise ConfigurationError("The request must be a JSON object.")
-    given = {key: value for key, value in body.items() if value is not None}
-    about = {key: given[key] for key in ECHOED if key in given}
-    messages = _messages(given, recall)
-    tools = read_tools(given.pop("tools", None))
-    declared, choice = _chosen(given, tools)
+    fields = {key: value for key, value in body.items() if value is not None}
+    about = {key: fields[key] for key in ECHOED if key in fields}
+    messages = _messages(fields, recall)
+    tools = read_tools(fields.pop("tools", None))
+    declared, choice = _chosen(fields, tools)
     strict = strict_fields(declared) if choice.is_free else ()
-    given = _flat(given)
+    fields = _flat(fields)
     hints = [
-        Hint(name=name, variables=variables, value=given.pop(name))
+        Hint(name=name, variables=variables, value=fields.pop(name))
         for name, variables in _HINTS.items()
-        if given.get(name) is not None
+        if fields.get(name) is not None
     ]
-    kwargs = _object(given.pop("chat_template_kwargs", {}), "chat_template_kwargs")
+    kwargs = _object(fields.pop("chat_template_kwargs", {}), "chat_template_kwargs")
     wishes = [
         name
         for name, nothing in _WISHES.items()
-        if given.pop(name, None) not in nothing
+        if fields.pop(name, None) not in nothing
     ]
     return _request(
-        given,
+        fields,
         messages=messages,
         setting=PromptSettings(tools=declared, template_kwargs=kwargs),
         hints=hints,
@@ -141,16 +141,16 @@ def read_response(body: Any, recall: Recall = lambda name: None) -> Request:
 
 
 def _request(given: dict[str, Any], **fields: Any) -> Request:
-    """Returns a request, of whose fields some have been read."""
+    """Returns a request from its remaining fields."""
     included, top = _included(given.pop("include", [])), given.pop("top_logprobs", 0)
     if not _INCLUDED.issuperset(included):
-        # What an answer shows beside the response changes no response.
+        # Additional fields of an answer change no response.
         fields["ignored"] = (*fields["ignored"], "include")
     if type(top) is not int or not 0 <= top <= MOST_TOP_LOGPROBS:
         raise ConfigurationError(
             f"top_logprobs={top!r} must be an integer in [0, {MOST_TOP_LOGPROBS}]."
         )
-    # Codex says in metadata of its own which agent asks.
+    # Codex names the requesting agent in its own metadata.
     metadata = [
         _object(given.pop(name, {}), name) for name in ("client_metadata", "metadata")
     ]
@@ -169,21 +169,21 @@ def _request(given: dict[str, Any], **fields: Any) -> Request:
 
 def _messages(given: dict[str, Any], recall: Recall) -> list[Message]:
     instructions = given.pop("instructions", None)
-    before: list[Message] = []
+    earlier: list[Message] = []
     if instructions:
         if not isinstance(instructions, str):
             raise ConfigurationError(
                 f"instructions={instructions!r:.50} must be a text; send messages as "
                 f"input."
             )
-        before.append({"role": "system", "content": instructions})
+        earlier.append({"role": "system", "content": instructions})
     previous = given.pop("previous_response_id", None)
     if previous is not None:
-        before += earlier_messages(previous, recall)
-    said = given.pop("input", None)
-    if said is None and previous is not None:
-        said = []
-    messages = [*before, *read_items(said, recall)]
+        earlier += earlier_messages(previous, recall)
+    items = given.pop("input", None)
+    if items is None and previous is not None:
+        items = []
+    messages = [*earlier, *read_items(items, recall)]
     if not messages:
         raise ConfigurationError("input must have at least one item.")
     return messages
@@ -192,42 +192,42 @@ def _messages(given: dict[str, Any], recall: Recall) -> list[Message]:
 def _chosen(
     given: dict[str, Any], tools: OfferedTools
 ) -> tuple[list[Mapping[str, Any]], ToolChoice]:
-    """Returns the tools that the model is told, and which of them it may call."""
-    asked = _as_function(given.pop("tool_choice", None))
+    """Returns the tools in the prompt, and the allowed ones among them."""
+    requested = _as_function(given.pop("tool_choice", None))
     parallel = given.pop("parallel_tool_calls", True) is not False
-    declared = [] if asked == "none" else tools.declared
-    return declared, read_choice(asked, declared, parallel=parallel)
+    declared = [] if requested == "none" else tools.declared
+    return declared, read_choice(requested, declared, parallel=parallel)
 
 
 def _as_function(given: Any) -> Any:
-    """Returns a choice of tools as one of functions, which is what the model knows."""
+    """Converts a choice of tools to a choice of functions, the model's form."""
     if not isinstance(given, Mapping):
         return given
     kind, name, allowed = given.get("type"), given.get("name"), given.get("tools")
     if kind == "allowed_tools" and isinstance(allowed, list):
-        return {**given, "tools": [_as_function(each) for each in allowed]}
+        return {**given, "tools": [_as_function(tool) for tool in allowed]}
     if kind not in ("function", "custom") or not isinstance(name, str):
         return given
     space = given.get("namespace")
-    known = model_name(name, space if isinstance(space, str) else None)
-    return {"type": "function", "name": known}
+    full_name = model_name(name, space if isinstance(space, str) else None)
+    return {"type": "function", "name": full_name}
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields of which none has fields of its own.
+    """Returns fields with nested fields flattened.
 
     Raises:
-        ConfigurationError: if one has a field that it may not have.
+        ConfigurationError: if a nested field is unknown.
     """
-    found = dict(given)
-    for name, known in _INSIDE.items():
-        for key, value in _object(found.pop(name, {}), name).items():
-            if key not in known:
+    fields = dict(given)
+    for name, allowed in _INSIDE.items():
+        for key, value in _object(fields.pop(name, {}), name).items():
+            if key not in allowed:
                 raise ConfigurationError(
-                    f"{name} has {key!r:.50}; it may have {', '.join(known)}."
+                    f"{name} has {key!r:.50}; it may have {', '.join(allowed)}."
                 )
-            found[f"{name}.{key}"] = value
-    return found
+            fields[f"{name}.{key}"] = value
+    return fields
 
 
 def _object(given: Any, name: str) -> Mapping[str, Any]:
@@ -239,9 +239,9 @@ def _object(given: Any, name: str) -> Mapping[str, Any]:
 def _included(given: Any) -> list[Any]:
     if not isinstance(given, list):
         raise ConfigurationError(f"include={given!r:.50} must be a list.")
-    for each in given:
-        if not isinstance(each, str):
-            raise ConfigurationError(f"include has {each!r:.50}, which is not a text.")
+    for name in given:
+        if not isinstance(name, str):
+            raise ConfigurationError(f"include has {name!r:.50}, which is not a text.")
     return given
 
 
@@ -249,7 +249,7 @@ def _params(given: dict[str, Any]) -> dict[str, Any]:
     """Returns sampling parameters under SGLang's names."""
     params = _format(given.pop("text.format", None))
     for name in ("reasoning.summary", "reasoning.generate_summary"):
-        # The writer gives it.
+        # For the writer only.
         given.pop(name, None)
     for name, value in given.items():
         if name in _ABOUT or value is None:
@@ -258,19 +258,19 @@ def _params(given: dict[str, Any]) -> dict[str, Any]:
             if value:
                 raise ConfigurationError(f"{name} is not supported; {_REFUSED[name]}.")
             continue
-        own = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
-        if own not in SAMPLING_PARAMETERS:
+        sglang_name = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
+        if sglang_name not in SAMPLING_PARAMETERS:
             advice = hint(name, [*_SAMPLING, *SAMPLING_PARAMETERS])
             raise ConfigurationError(
                 f"{name!r} is not a parameter.{advice} A gateway with "
                 f"ignored_params=[{name!r}] leaves it out."
             )
-        params[own] = value
+        params[sglang_name] = value
     return params
 
 
 def _format(given: Any) -> dict[str, Any]:
-    """Returns the grammar that a response has to follow."""
+    """Returns the grammar for a response."""
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind in (None, "text"):
         return {}

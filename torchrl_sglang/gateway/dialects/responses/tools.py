@@ -1,7 +1,7 @@
-"""Tools of a request to ``/v1/responses``. Pure.
+"""Tools of a request to ``/v1/responses``.
 
-A model sees functions only, in the form of chat completions: a custom tool is one with
-a text, and a function of a namespace has that in its name.
+A model sees only functions, in the form of chat completions: a custom tool is a
+function with a text argument, and a function's namespace is a prefix of its name.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ INPUT = "input"
 """Argument of a custom tool."""
 
 _LEFT_OUT = ("web_search", "tool_search")
-"""Tools of OpenAI's models that Codex declares unasked; no policy is offered them."""
+"""Tools of OpenAI's models that Codex always declares; they are not offered."""
 
 _TOLD = ("name", "description", "parameters", "strict")
-"""Fields of a function that the model reads, in this order."""
+"""Fields of a function in the prompt, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tool:
-    """A tool as the client and the model name it."""
+    """A tool under the client's and the model's name."""
 
     name: str
     """The client's name."""
     namespace: str | None = None
-    """The client's namespace, if the tool is in one."""
+    """The client's namespace, if the tool has one."""
     is_custom: bool = False
     """Whether it takes a text instead of arguments."""
     declared: Mapping[str, Any]
-    """Function that the model reads."""
+    """Function for the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class OfferedTools:
     """Tools of a request."""
 
     offered: Sequence[Mapping[str, Any]]
-    """Tools that the model may call, as the client declares them."""
+    """Tools for the model, as the client declares them."""
     ignored: Sequence[str]
     """Fields without effect."""
 
@@ -50,7 +50,7 @@ class OfferedTools:
         """Tools in the form of chat completions.
 
         Raises:
-            ConfigurationError: if two of them have one name.
+            ConfigurationError: if two tools have the same name.
         """
         by_name = find_tools(self.offered)
         return [
@@ -58,17 +58,17 @@ class OfferedTools:
         ]
 
 
-def read_tools(given: Any) -> OfferedTools:
+def read_tools(tools: Any) -> OfferedTools:
     """Returns the tools of a request.
 
     Raises:
-        ConfigurationError: for what is no tool, or a tool of OpenAI's own servers.
+        ConfigurationError: for an invalid tool, or a tool of OpenAI's own servers.
     """
-    given = given or []
-    if not isinstance(given, list):
-        raise ConfigurationError(f"tools={given!r:.200} must be a list.")
+    tools = tools or []
+    if not isinstance(tools, list):
+        raise ConfigurationError(f"tools={tools!r:.200} must be a list.")
     offered, ignored = [], []
-    for index, tool in enumerate(given):
+    for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind in _LEFT_OUT:
             ignored.append(f"tools.{kind}")
@@ -83,26 +83,26 @@ def read_tools(given: Any) -> OfferedTools:
 
 
 def find_tools(offered: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
-    """Returns tools by the names under which the model knows them.
+    """Returns tools by the model's names.
 
     Raises:
-        ConfigurationError: if two of them have one name.
+        ConfigurationError: if two tools have the same name.
     """
-    found: dict[str, Tool] = {}
-    for index, given in enumerate(offered):
-        for tool in _tools(given, f"tools[{index}]"):
+    by_name: dict[str, Tool] = {}
+    for index, declaration in enumerate(offered):
+        for tool in _tools(declaration, f"tools[{index}]"):
             name = model_name(tool.name, tool.namespace)
-            if name in found:
+            if name in by_name:
                 raise ConfigurationError(
                     f"tools[{index}] is the second one with the name {name!r}; give "
                     f"each another name."
                 )
-            found[name] = tool
-    return found
+            by_name[name] = tool
+    return by_name
 
 
 def model_name(name: str, namespace: str | None) -> str:
-    """Returns the name under which the model knows a tool."""
+    """Returns the model's name of a tool."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -137,14 +137,14 @@ def _is_text(value: Any) -> bool:
 
 
 def _function(given: Mapping[str, Any], namespace: str | None) -> dict[str, Any]:
-    told = {key: given[key] for key in _TOLD if given.get(key) is not None}
-    return {**told, "name": model_name(given["name"], namespace)}
+    fields = {key: given[key] for key in _TOLD if given.get(key) is not None}
+    return {**fields, "name": model_name(given["name"], namespace)}
 
 
 def _custom(
     given: Mapping[str, Any], namespace: str | None, where: str
 ) -> dict[str, Any]:
-    """Returns a function with a text."""
+    """Returns a function with a text argument."""
     form = given.get("format") or {"type": "text"}
     kind = form.get("type") if isinstance(form, Mapping) else None
     description = str(given.get("description") or "")

@@ -1,4 +1,4 @@
-"""A turn as a response of ``/v1/responses``. Pure."""
+"""Formats a turn as a response of ``/v1/responses``."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class ResponseWriter(Writer):
-    """Writes the answers to one request.
+    """Formats the answers to one request.
 
     Args:
-        request: of a client.
-        info: of the answer.
+        request: request of a client.
+        info: facts about the answer.
     """
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
@@ -72,24 +72,24 @@ class ResponseWriter(Writer):
         yield from self._stream.begin()
 
     def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
-        """Yields what is new in the response."""
-        # Log-probs are those of whole responses.
+        """Yields the new part of the response."""
+        # Log-probs are only available for whole responses.
         if _tells_logprobs(self._about):
             return
-        said = draft.message
+        message = draft.message
         if not draft.content:
-            del said["content"]
-        items = to_items(said, self._info.name, {}, summary=_summarizes(self._about))
-        told = [{**item, "status": "completed"} for item in items]
+            del message["content"]
+        items = to_items(message, self._info.name, {}, summary=_summarizes(self._about))
+        complete = [{**item, "status": "completed"} for item in items]
         yield from self._stream.begin()
-        yield from self._stream.grow(told)
+        yield from self._stream.grow(complete)
 
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
-        """Yields the answer as server-sent events, or what is left of it."""
+        """Yields the answer as server-sent events, or its remaining part."""
         yield from self._stream.end(self.answer(turns, usage))
 
     def waiting(self) -> bytes:
-        """Returns events; some clients do not take comments for signs of life."""
+        """Returns events: some clients do not accept comments as keep-alives."""
         return b"".join(self._stream.wait())
 
     def failed(self, failure: Failure, error: Mapping[str, Any]) -> bytes:
@@ -98,10 +98,10 @@ class ResponseWriter(Writer):
 
 
 def kept_response(asked: Asked) -> dict[str, Any]:
-    """Returns a response that a client asks for again.
+    """Returns an earlier response on a client's request.
 
     Raises:
-        ConfigurationError: if the client asks for a stream.
+        ConfigurationError: if the client requests a stream.
     """
     if asked.query.get("stream", "false") == "true":
         raise ConfigurationError(
@@ -115,15 +115,15 @@ def kept_response(asked: Asked) -> dict[str, Any]:
 
 
 def _head(name: str, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a response without what the model wrote."""
-    told = {key: value for key, value in about.items() if key != "include"}
+    """Returns a response without output."""
+    fields = {key: value for key, value in about.items() if key != "include"}
     for key in ("text", "reasoning"):
-        told[key] = {**_DEFAULTS[key], **told.get(key, {})}
-    return {"id": f"resp_{name}", "object": "response", **_DEFAULTS, **told}
+        fields[key] = {**_DEFAULTS[key], **fields.get(key, {})}
+    return {"id": f"resp_{name}", "object": "response", **_DEFAULTS, **fields}
 
 
 def _summarizes(about: Mapping[str, Any]) -> bool:
-    """Returns whether reasoning is told as a summary."""
+    """Returns whether reasoning is returned as a summary."""
     reasoning = about.get("reasoning", {})
     return bool(reasoning.get("summary") or reasoning.get("generate_summary"))
 
@@ -173,16 +173,16 @@ def _usage(turn: Turn, usage: Usage, text_of: TokenText) -> dict[str, Any]:
 
 def _tokens_until(turn: Turn, text: str, text_of: TokenText) -> int:
     """Returns the number of tokens up to the end of a text in a response."""
-    left = turn.text.find(text) + len(text)
+    remaining = turn.text.find(text) + len(text)
     for number, token in enumerate(turn.completion.token_ids, 1):
-        left -= len(text_of(token))
-        if left <= 0:
+        remaining -= len(text_of(token))
+        if remaining <= 0:
             return number
     return len(turn.completion.token_ids)
 
 
 def _logprobs(turn: Turn, text_of: TokenText) -> list[dict[str, Any]]:
-    """Returns log-probs of all tokens of a response, also of what is no text of it."""
+    """Returns log-probs of all tokens of a response, also outside of its text."""
     done = turn.completion
     count = len(done.token_ids)
     empty: list[list[Any]] = [[]] * count
@@ -197,7 +197,7 @@ def _logprobs(turn: Turn, text_of: TokenText) -> list[dict[str, Any]]:
         {
             **_token(token, value, text_of),
             "top_logprobs": [
-                _token(*each, text_of) for each in zip(tops, values, strict=True)
+                _token(*row, text_of) for row in zip(tops, values, strict=True)
             ],
         }
         for token, value, tops, values in rows
@@ -206,6 +206,6 @@ def _logprobs(turn: Turn, text_of: TokenText) -> list[dict[str, Any]]:
 
 def _token(token: int, value: float, text_of: TokenText) -> dict[str, Any]:
     text = text_of(token)
-    # OpenAI's value for tokens that cannot be.
-    known = value if math.isfinite(value) else -9999.0
-    return {"token": text, "logprob": known, "bytes": list(text.encode())}
+    # OpenAI's value for impossible tokens.
+    logprob = value if math.isfinite(value) else -9999.0
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
