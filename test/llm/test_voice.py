@@ -26,7 +26,6 @@ VAGUE_NAMES = re.compile(
 
 SUMMARY_LINES_LEFT: dict[str, int] = {
     "backends": 31,
-    "chat": 13,
     "cli": 21,
     "collectors": 40,
     "errors.py": 2,
@@ -39,12 +38,11 @@ SUMMARY_LINES_LEFT: dict[str, int] = {
     "testing": 5,
     "trainers": 56,
     "types.py": 1,
-    "viewer": 16,
     "weight_update": 34,
 }
 NAMES_LEFT: dict[str, int] = {
     "backends": 95,
-    "chat": 99,
+    "chat": 1,
     "cli": 113,
     "collectors": 147,
     "errors.py": 1,
@@ -58,7 +56,7 @@ NAMES_LEFT: dict[str, int] = {
     "testing": 5,
     "trainers": 113,
     "types.py": 5,
-    "viewer": 87,
+    "viewer": 5,
     "weight_update": 143,
 }
 """Offenders in each folder that are not rewritten yet: the numbers only shrink."""

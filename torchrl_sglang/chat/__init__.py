@@ -1,11 +1,11 @@
 """Conversations to tokens, and tokens to messages.
 
-``choose`` says which chat template is a model's. ``template`` renders a conversation,
-and goes on from tokens that a model has read and written: the only join, for wrappers,
-plain functions and gateways. ``rendered`` finds a response in what a template renders
-of it, ``call_forms`` how that template wants tool calls to be written, ``tokens``
-encodes and decodes, and ``masks`` tells what the assistant wrote.
+``choose`` selects a model's chat template. ``template`` renders a conversation, and
+continues the tokens of earlier turns: the only join, for wrappers, plain functions and
+gateways. ``rendered`` locates a response in a rendered conversation, ``call_forms``
+determines the template's form of tool calls, ``tokens`` encodes and decodes, and
+``masks`` marks the assistant's tokens.
 
-``messages`` are what conversations consist of, ``content`` their parts, and
-``tool_calls`` what a model called in them. Knows tokenizers, no tensors.
+``messages`` defines the messages of conversations, ``content`` their parts, and
+``tool_calls`` a model's calls in them. It depends on tokenizers, not on tensors.
 """

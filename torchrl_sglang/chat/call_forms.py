@@ -1,7 +1,7 @@
-"""``CallForm``: the form in which a chat template takes the tool calls of a message.
+"""``CallForm``: the form of a message's tool calls for a chat template.
 
 Some templates join the arguments to a text and fail on objects, some render the calls
-only where the content is none, and some take ids of nine letters and digits only.
+only if the content is none, and some accept only ids of nine letters and digits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROBE = "probevalue"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallForm:
-    """One way of writing messages with tool calls."""
+    """A form of messages with tool calls."""
 
     texts: bool = False
     """Arguments are texts of JSON instead of objects."""
@@ -43,7 +43,7 @@ class CallForm:
         return written
 
     def write_id(self, given: Any) -> str:
-        """Returns the id of a call in this form; equal ones stay equal."""
+        """Returns the id of a call in this form; equal ids stay equal."""
         name = str(given)
         if not self.short_ids or (len(name) == _ID_LENGTH and name.isalnum()):
             return name
@@ -60,22 +60,22 @@ class CallForm:
 def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:
     """Returns the form of tool calls that a template renders.
 
-    Of an empty content and none, it is the one with the shorter text: beside the calls,
-    some templates render an empty message, too.
+    Between an empty content and none, the shorter text wins: some templates render an
+    empty message beside the calls.
     """
     for short_ids, texts in product((False, True), repeat=2):
-        found = {}
+        lengths = {}
         for no_content in (False, True):
             form = CallForm(texts=texts, no_content=no_content, short_ids=short_ids)
             try:
                 text = render([form.write(message) for message in _conversation()])
             except ConfigurationError:
                 continue
-            # Texts that are quoted once more are not what a model writes.
+            # A model does not write doubly quoted texts.
             if _PROBE in text and f'{_PROBE}\\"' not in text:
-                found[form] = len(text)
-        if found:
-            return min(found, key=lambda form: found[form])
+                lengths[form] = len(text)
+        if lengths:
+            return min(lengths, key=lambda form: lengths[form])
     return CallForm()
 
 

@@ -1,7 +1,7 @@
-"""Grammars of tool calls: what a response may be under a choice of tools. Pure.
+"""Grammars of the responses under a choice of tools.
 
-A grammar is a structural tag of XGrammar. Calls are as the model's own chat template
-writes them, so that one that was forced is parsed, recorded and joined as any other.
+A grammar is a structural tag of XGrammar. Calls have the form of the model's own chat
+template, so a forced call is parsed, recorded and joined like any other.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torchrl_sglang.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolChoice:
-    """Which tools a response may call, and whether it has to."""
+    """Tools that a response may call, and whether it has to."""
 
     required: bool = False
-    """The response is calls, after reasoning if there is any."""
+    """The response consists of calls, after optional reasoning."""
     names: tuple[str, ...] | None = None
-    """Tools that may be called; ``None``: all that are offered."""
+    """Tools that may be called; ``None``: all offered tools."""
     parallel: bool = True
     """It may make several calls."""
     fields: tuple[str, ...] = field(default=(), compare=False)
-    """Fields of a request that say so."""
+    """Fields of the request that set the choice."""
 
     @property
     def is_free(self) -> bool:
@@ -39,7 +39,7 @@ FREE = ToolChoice()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallFormat:
-    """How a family of models writes calls."""
+    """Text format of tool calls for a family of models."""
 
     begin: str
     """Text before a tool's name."""
@@ -52,7 +52,7 @@ class CallFormat:
     open: str = ""
     """Text before the first call."""
     close: str = ""
-    """Text behind the last one."""
+    """Text after the last call."""
     arguments: str = "json_schema"
     """XGrammar's format of the arguments."""
 
@@ -106,7 +106,7 @@ CALL_FORMATS: dict[str, CallFormat] = {
         close=_mark("tool_calls_end"),
     ),
 }
-"""SGLang's name of a parser of tool calls -> how its models write them."""
+"""SGLang's name of a parser of tool calls -> format of its models."""
 
 _THINK = ("<think>", "</think>")
 
@@ -122,7 +122,7 @@ REASONING_MARKS: dict[str, tuple[str, str]] = {
     "qwen3-thinking": _THINK,
     "step3": _THINK,
 }
-"""SGLang's name of a parser of reasoning -> texts before and behind reasoning."""
+"""SGLang's name of a parser of reasoning -> texts before and after reasoning."""
 
 
 def response_grammar(
@@ -134,15 +134,15 @@ def response_grammar(
     thinks: bool = False,
     schema: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the structural tag of the responses that a choice allows.
+    """Returns the structural tag of the responses under a choice.
 
     Args:
-        tools: that are offered, in OpenAI's form.
-        choice: of those that may be called.
-        calls: how the model writes calls.
-        marks: texts before and behind its reasoning. Defaults to none: it has none.
+        tools: offered tools, in OpenAI's form.
+        choice: the choice among them.
+        calls: format of the model's calls.
+        marks: texts before and after its reasoning. Defaults to none: it has none.
         thinks: whether the prompt ends within reasoning.
-        schema: of a response that is no call. Defaults to none: it is any text.
+        schema: JSON schema of a response without calls. Defaults to none: any text.
 
     Examples:
         >>> tool = {"function": {"name": "now", "parameters": {"type": "object"}}}
@@ -167,8 +167,8 @@ def response_grammar(
 def _calls(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, calls: CallFormat
 ) -> dict[str, Any]:
-    """Returns the format of one call or more, and of nothing else."""
-    found = {
+    """Returns the format of one or more calls, without other text."""
+    format_ = {
         "type": "tags_with_separator",
         "tags": [_tag(tool, calls) for tool in _allowed(tools, choice)],
         "separator": calls.separator,
@@ -176,14 +176,14 @@ def _calls(
         "stop_after_first": not choice.parallel,
     }
     if not calls.open:
-        return found
-    return {"type": "tag", "begin": calls.open, "content": found, "end": calls.close}
+        return format_
+    return {"type": "tag", "begin": calls.open, "content": format_, "end": calls.close}
 
 
 def _text_with_calls(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, calls: CallFormat
 ) -> dict[str, Any]:
-    """Returns the format of any text, in which calls are those that are allowed."""
+    """Returns the format of any text with allowed calls."""
     if calls.open:
         trigger, tags = calls.open, [_calls(tools, choice, calls)]
     else:
@@ -204,7 +204,7 @@ def _allowed(
     functions = [tool["function"] for tool in tools]
     if choice.names is None:
         return functions
-    return [each for each in functions if each["name"] in choice.names]
+    return [function for function in functions if function["name"] in choice.names]
 
 
 def _tag(function: Mapping[str, Any], calls: CallFormat) -> dict[str, Any]:
@@ -218,11 +218,11 @@ def _tag(function: Mapping[str, Any], calls: CallFormat) -> dict[str, Any]:
 
 
 def _reasoning(marks: tuple[str, str], *, thinks: bool) -> dict[str, Any]:
-    """Returns the format of reasoning, which may be left out unless it has begun."""
+    """Returns the format of reasoning, optional unless it has begun."""
     begin, end = marks
     text = {"type": "any_text"}
     tag = {"type": "tag", "begin": begin, "content": text, "end": end}
-    breaks = _or(*(_const(each) for each in ("", "\n", "\n\n")))
+    breaks = _or(*(_const(text) for text in ("", "\n", "\n\n")))
     if thinks:
         return _sequence({**tag, "begin": ""}, breaks)
     return _or(_const(""), _sequence(tag, breaks))
@@ -245,36 +245,36 @@ def _sequence(*formats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_format(parser: str | None) -> CallFormat:
-    """Returns how models write calls that a parser reads.
+    """Returns the call format of a parser.
 
     Raises:
-        ConfigurationError: if it is not known.
+        ConfigurationError: if it is unknown.
     """
-    found = CALL_FORMATS.get(parser or "")
-    if found is None:
+    format_ = CALL_FORMATS.get(parser or "")
+    if format_ is None:
         raise ConfigurationError(
             f"Tool calls can be forced, or kept from being several, with a "
             f"tool_call_parser of {', '.join(CALL_FORMATS)}; this gateway has "
             f"tool_call_parser={parser!r}. Leave the choice to the model, or make the "
             f"gateway with tool_choice='auto', which does so for all requests."
         )
-    return found
+    return format_
 
 
 def find_marks(parser: str | None) -> tuple[str, str] | None:
-    """Returns the texts around reasoning that a parser reads; ``None`` without one.
+    """Returns the texts around a parser's reasoning; ``None`` without a parser.
 
     Raises:
-        ConfigurationError: if they are not known.
+        ConfigurationError: if they are unknown.
     """
     if parser is None:
         return None
-    found = REASONING_MARKS.get(parser)
-    if found is None:
+    marks = REASONING_MARKS.get(parser)
+    if marks is None:
         raise ConfigurationError(
             f"Behind reasoning, tool calls can be forced with a reasoning_parser of "
             f"{', '.join(REASONING_MARKS)}; this gateway has "
             f"reasoning_parser={parser!r}. Leave the choice to the model, or make the "
             f"gateway with tool_choice='auto', which does so for all requests."
         )
-    return found
+    return marks

@@ -20,13 +20,12 @@ def choose_template(
     """Returns the chat template of a model.
 
     Args:
-        tokenizer: of the model.
-        template: it is this one, if it is given.
-        name: it is this one of TorchRL's.
-        by_model: it is the one that TorchRL chooses by the model's name, so that
-            trainer and engine see the same prompt. For models whose name TorchRL does
-            not know, and without ``by_model``, it is the tokenizer's own; TorchRL would
-            fall back to ChatML.
+        tokenizer: the model's.
+        template: an explicit template.
+        name: name of one of TorchRL's templates.
+        by_model: select TorchRL's template by the model's name, so that trainer and
+            engine see the same prompt. For other models, and without ``by_model``, it
+            is the tokenizer's own; TorchRL would fall back to ChatML.
 
     Raises:
         ConfigurationError: if there is none.
@@ -39,22 +38,22 @@ def choose_template(
             return chosen
     try:
         # Read by its method, as a tokenizer can have several templates, or none.
-        own: str = tokenizer.get_chat_template()
+        text: str = tokenizer.get_chat_template()
     except (AttributeError, ValueError) as error:
         raise ConfigurationError(
             f"The tokenizer {_path(tokenizer)!r} has no chat template. Pass "
             f"chat_template=...; or, to SGLangWrapper, the name of one of TorchRL's, "
             f"such as chat_template_name='chatml_format', or input_mode='text'."
         ) from error
-    return own
+    return text
 
 
 def check_template(template: Any) -> str:
-    """Returns a template's text; a text that shows no message is none.
+    """Checks and returns a template; it must render messages.
 
     Raises:
         ConfigurationError: for a file's name, such as ``"chat_template.jinja"``, which
-            would be every prompt otherwise, and for a mistake in its syntax.
+            would become every prompt, and for a syntax error.
     """
     if not isinstance(template, str) or "{" not in template:
         raise ConfigurationError(
@@ -64,7 +63,7 @@ def check_template(template: Any) -> str:
     try:
         # It is compiled, for no conversation.
         render_jinja_template(conversations=[], chat_template=template)
-    # Python's own is that of a tag in the wrong place, such as a {% break %}.
+    # SyntaxError: a tag in the wrong place, such as a {% break %}.
     except (TemplateSyntaxError, SyntaxError) as error:
         raise ConfigurationError(
             f"chat_template is not one of Jinja's: {error} (line {error.lineno})."
@@ -91,8 +90,8 @@ class _TemplateProbe:
 
 
 def _of_torchrl(tokenizer: Any, name: str | None) -> str | None:
-    """Returns TorchRL's template ``name``, or its own for this model, if it has one."""
-    # TorchRL's templates come with TensorDict, which this package does without.
+    """Returns TorchRL's template ``name``, or its template for this model, if any."""
+    # TorchRL's templates depend on TensorDict, which this package avoids.
     from torchrl.data.llm import History
     from torchrl.data.llm.history import _CHAT_TEMPLATES
 

@@ -1,4 +1,4 @@
-"""Parts of a message's content: texts, and what models are to read next. Pure."""
+"""Parts of a message's content: texts, and later other modalities."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def parts_of(content: Any, name: str) -> list[Part]:
     """Returns the parts of a message's content, which is a text, parts or nothing.
 
     Args:
-        content: of a message; one part may stand for a list of it.
-        name: of the message, for errors.
+        content: content of a message; a single part counts as a list.
+        name: name of the message, for errors.
 
     Raises:
         ConfigurationError: if it is something else, or has a part of another type.
@@ -58,7 +58,7 @@ def parts_of(content: Any, name: str) -> list[Part]:
         content = [content]
     if not isinstance(content, Sequence) or isinstance(content, bytes):
         raise ConfigurationError(f"{name}.content must be a text or a list of parts.")
-    return [_part(each, name) for each in content]
+    return [_part(part, name) for part in content]
 
 
 def _part(given: Any, name: str) -> Part:
@@ -90,7 +90,7 @@ def text_of(content: Any, name: str) -> str:
     """Returns a message's content as one text; see :func:`parts_of`.
 
     Raises:
-        ConfigurationError: if it has a part that is not text.
+        ConfigurationError: if it has a part other than text.
     """
     texts = []
     for part in parts_of(content, name):

@@ -1,7 +1,7 @@
-"""One copy of the tools and template variables that many requests repeat.
+"""Shared tools and template variables of repeated requests.
 
 Each request brings its tools, which are large. Equal ones become one object, so that
-they are compared, written by a template and kept once.
+they are compared, rendered and stored once.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torchrl_sglang.chat.prompt_settings import PromptSettings
 
 
 class Declaration(dict[str, Any]):
-    """A tool, or a part of one, that nobody changes any more.
+    """A tool, or a part of one, that is immutable by convention.
 
-    It has no attribute that a template could take for one of its keys.
+    It has no attribute that a template could confuse with a key.
     """
 
     __slots__ = ("__texts",)
 
     def __init__(self, given: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         super().__init__(
-            (key, Declaration(each) if type(each) is dict else each)
-            for key, each in dict(given).items()
+            (key, Declaration(value) if type(value) is dict else value)
+            for key, value in dict(given).items()
         )
         self.__texts: dict[Hashable, str] = {}
 
@@ -37,7 +37,7 @@ class Declaration(dict[str, Any]):
 
 
 def write_once(filter_: Callable[..., str]) -> Callable[..., str]:
-    """Returns a filter of templates that writes each declaration once."""
+    """Returns a template filter that writes each declaration once."""
 
     def write(value: Any, *args: Any, **options: Any) -> str:
         if type(value) is not Declaration:
@@ -45,13 +45,13 @@ def write_once(filter_: Callable[..., str]) -> Callable[..., str]:
         texts: dict[Hashable, str] = value._Declaration__texts  # type: ignore[attr-defined]
         key = (filter_, args, tuple(sorted(options.items())))
         try:
-            known = texts.get(key)
+            text = texts.get(key)
         except TypeError:
-            # An option that cannot be compared.
+            # An option that is not hashable.
             return filter_(value, *args, **options)
-        if known is None:
-            known = texts[key] = filter_(value, *args, **options)
-        return known
+        if text is None:
+            text = texts[key] = filter_(value, *args, **options)
+        return text
 
     return write
 
@@ -61,15 +61,15 @@ _lock = threading.Lock()
 
 
 def known_settings(given: PromptSettings) -> PromptSettings:
-    """Returns the one object for equal settings; it shares nothing with the given one.
+    """Returns the shared object for equal settings, a copy of the first ones.
 
-    Settings that are no JSON are returned as they are.
+    Settings that are not JSON are returned as they are.
 
     Examples:
         >>> from torchrl_sglang.chat.declarations import known_settings
         >>> from torchrl_sglang.chat.prompt_settings import PromptSettings
-        >>> one, other = (PromptSettings(tools=[{"a": 1}]) for _ in range(2))
-        >>> known_settings(one) is known_settings(other)
+        >>> first, second = (PromptSettings(tools=[{"a": 1}]) for _ in range(2))
+        >>> known_settings(first) is known_settings(second)
         True
     """
     if given.digest:
@@ -77,19 +77,19 @@ def known_settings(given: PromptSettings) -> PromptSettings:
     parts = [list(given.tools), dict(given.template_kwargs)]
     try:
         encoded = msgspec.json.encode(parts)
-        if (found := _known.get(encoded)) is not None:
-            same = [list(found.tools), dict(found.template_kwargs)] == parts
-            return found if same else given
+        if (shared := _known.get(encoded)) is not None:
+            is_equal = [list(shared.tools), dict(shared.template_kwargs)] == parts
+            return shared if is_equal else given
         tools, variables = msgspec.json.decode(encoded)
         if [tools, variables] != parts:
             return given
     except (TypeError, ValueError, OverflowError, RecursionError):
         return given
     with _lock:
-        if (found := _known.get(encoded)) is None:
-            found = PromptSettings(
+        if (shared := _known.get(encoded)) is None:
+            shared = PromptSettings(
                 tools=[Declaration(tool) for tool in tools], template_kwargs=variables
             )
-            object.__setattr__(found, "digest", settings_key(found.key()))
-            _known[encoded] = found
-    return found
+            object.__setattr__(shared, "digest", settings_key(shared.key()))
+            _known[encoded] = shared
+    return shared

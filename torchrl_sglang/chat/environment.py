@@ -1,8 +1,7 @@
 """Chat templates as transformers runs them, in a third of the time.
 
-A template looks up some attributes of each message, and Jinja's sandbox looks at what
-each attribute is. Of a dictionary's keys, of a loop and of a text that is known
-beforehand.
+A template looks up some attributes of each message, and Jinja's sandbox checks each
+attribute. For keys of dictionaries, loops and texts, the result is known in advance.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ _DICT_ATTRIBUTES = frozenset(dir(Declaration))
 _PLAIN = frozenset({str, int, float, bool, list, dict, type(None)})
 
 _SAFE: dict[type, frozenset[str]] = {
-    # The sandbox replaces str.format by a safe one.
+    # The sandbox replaces str.format by a safe method.
     str: frozenset(dir(str)) - {"format", "format_map"},
     LoopContext: frozenset(dir(LoopContext)),
 }
-"""Attributes of types; those with an underscore are left to the sandbox."""
+"""Attributes of types; the sandbox checks names with an underscore."""
 _SAFE = {
     kind: frozenset(name for name in names if not name.startswith("_"))
     for kind, names in _SAFE.items()
@@ -43,11 +42,11 @@ RESERVED = frozenset(
         "messages",
     }
 )
-"""Names of variables that transformers takes as its own options."""
+"""Names of variables that are options of transformers."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """The sandbox, which takes short cuts to what it would return."""
+    """The sandbox with shortcuts to its own results."""
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         kind = type(obj)
@@ -75,11 +74,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 _give_names_to_reasoning = getattr(chat_template_utils, "_alias_reasoning_fields", None)
-"""Transformers 5.24 gives reasoning to templates under all of its names."""
+"""Transformers 5.24 passes reasoning to templates under all its names."""
 
 
 def as_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as transformers gives them to a template."""
+    """Returns messages in transformers' form for a template."""
     if _give_names_to_reasoning is None or not any(
         "reasoning_content" in message for message in messages
     ):
@@ -89,47 +88,47 @@ def as_read(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def quick_template(tokenizer: Any, source: str) -> Template | None:
-    """Returns a template that renders what the tokenizer's method renders.
+    """Returns a template with the output of the tokenizer's method.
 
-    ``None`` if the tokenizer has a method of its own, or transformers runs templates in
-    another environment than the known one.
+    ``None`` if the tokenizer overrides the method, or transformers runs templates in an
+    unknown environment.
     """
-    own = getattr(type(tokenizer), "apply_chat_template", None)
-    if own is not PreTrainedTokenizerBase.apply_chat_template:
+    method = getattr(type(tokenizer), "apply_chat_template", None)
+    if method is not PreTrainedTokenizerBase.apply_chat_template:
         return None
     compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
     if compile_template is None:
         return None
-    known: Environment = compile_template(source).environment
-    if type(known) is not ImmutableSandboxedEnvironment:
+    env: Environment = compile_template(source).environment
+    if type(env) is not ImmutableSandboxedEnvironment:
         return None
     sandbox = object.__new__(_Sandbox)
-    # As Environment.overlay() makes one, but of this class.
-    vars(sandbox).update(vars(known), linked_to=known, cache=None)
+    # Like Environment.overlay(), with this class.
+    vars(sandbox).update(vars(env), linked_to=env, cache=None)
     vars(sandbox)["overlayed"] = True  # codespell:ignore
     sandbox.extensions = {
-        name: extension.bind(sandbox) for name, extension in known.extensions.items()
+        name: extension.bind(sandbox) for name, extension in env.extensions.items()
     }
-    sandbox.filters = {**known.filters, "tojson": write_once(known.filters["tojson"])}
+    sandbox.filters = {**env.filters, "tojson": write_once(env.filters["tojson"])}
     return sandbox.from_string(source)
 
 
 MARKER = "torchrl_sglang_mark"
-"""The variable of :func:`marking_template` with the function that returns marks."""
+"""Variable of :func:`marking_template` with the function that returns marks."""
 
 
 def marking_template(tokenizer: Any, source: str) -> Template:
-    """Returns a template that writes a mark before each pass of a loop, and behind it.
+    """Returns a template that writes marks before each pass of a loop, and after it.
 
-    It calls the variable :data:`MARKER` with the number of the loop, and in a pass with
-    the values of the loop's variables, too.
+    It calls the variable :data:`MARKER` with the number of the loop, and within a pass
+    with the values of the loop's variables, too.
     """
     compiled = quick_template(tokenizer, source)
     if compiled is None:
         compiled = chat_template_utils._compile_jinja_template(source)
-    environment: Environment = compiled.environment
-    tree = _Marking().visit(environment.parse(source))
-    return environment.from_string(tree.set_environment(environment))
+    env: Environment = compiled.environment
+    tree = _Marking().visit(env.parse(source))
+    return env.from_string(tree.set_environment(env))
 
 
 class _Marking(NodeTransformer):
@@ -141,7 +140,7 @@ class _Marking(NodeTransformer):
         self._loops += 1
         number = nodes.Const(self._loops)
         targets = [node.target, *node.target.find_all(nodes.Name)]
-        names = [each.name for each in targets if isinstance(each, nodes.Name)]
+        names = [target.name for target in targets if isinstance(target, nodes.Name)]
 
         def mark(*names: str) -> nodes.Node:
             values = [number, *(nodes.Name(name, "load") for name in names)]

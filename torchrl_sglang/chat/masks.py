@@ -1,9 +1,9 @@
-"""Masks of the tokens that the assistant wrote in a complete conversation.
+"""Masks of the assistant's tokens in a complete conversation.
 
-A turn is what the template writes in the pass of its loop over the messages, from the
-generation prompt to the end-of-turn token. Its position is read off the template as it
-runs: no text of a message is searched for. A pass that writes other messages, too, is
-refused unless loops over messages write them.
+A turn is the template's output in the pass of its message loop, from the generation
+prompt to the end-of-turn token. Its position is recorded while the template runs: texts
+of messages are not searched. A pass that writes other messages, too, is refused unless
+loops over messages write them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchrl_sglang.errors import ChatTemplateError, ConfigurationError
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 
 _MARKS = ("\uf8f0", "\uf8f1")
-"""Characters for private use, which begin and end a mark."""
+"""Private-use characters that begin and end a mark."""
 _MARK = re.compile(f"{_MARKS[0]}(\\d+):(\\d*){_MARKS[1]}")
 
 _QUESTION = {"role": "user", "content": "?"}
@@ -34,13 +34,13 @@ def encode_full(
     """Returns text, token ids and assistant masks of complete conversations.
 
     The mask covers the template's ``{% generation %}`` blocks. Without them it covers
-    all that the template writes for each assistant turn, from the generation prompt to
-    the end-of-turn token, inclusive; white space behind that is no part of the turn.
+    the output for each assistant turn, from the generation prompt to the end-of-turn
+    token, inclusive; trailing white space is excluded.
 
     Raises:
-        ConfigurationError: if the template does not take a conversation, or it has no
-            ``{% generation %}`` blocks and does not write each turn in one pass of a
-            loop over the messages.
+        ConfigurationError: if the template does not accept a conversation, or it has no
+            ``{% generation %}`` blocks and does not write each turn in a single pass of
+            a loop over the messages.
     """
     tokenizer = template.tokenizer
     texts = [template.render(chat, prompt=False) for chat in chats]
@@ -68,7 +68,7 @@ def encode_full(
 
 
 def _encode_with_starts(text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns token ids and the text position at which each one starts."""
+    """Returns token ids and the start position of each token in the text."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
@@ -87,15 +87,15 @@ def _encode_with_starts(text: str, tokenizer: Any) -> tuple[list[int], list[int]
 
 
 class _LoopPass(NamedTuple):
-    """A pass of a loop, or what is behind the loop."""
+    """A pass of a loop, or the text after the loop."""
 
     loop: int
     message: int | None
-    """Position of the message in the conversation; ``None`` behind the loop."""
+    """Position of the message in the conversation; ``None`` after the loop."""
     begin: int
-    """Where it begins in the rendered text."""
+    """Its begin in the rendered text."""
     end: int
-    """Where the next pass of this loop begins, or what is behind the loop."""
+    """Begin of the next pass of this loop, or of the text after the loop."""
 
 
 def _assistant_spans(
@@ -124,7 +124,7 @@ def _assistant_spans(
 def _render_passes(
     chat: Sequence[Message], template: ChatTemplate, *, prompt: bool = False
 ) -> tuple[str, list[_LoopPass]]:
-    """Returns a rendered conversation, and the passes of loops that wrote it."""
+    """Returns a rendered conversation, and the passes of its loops."""
 
     def mark(loop: int, message: int | None) -> str:
         return f"{_MARKS[0]}{loop}:{'' if message is None else message}{_MARKS[1]}"
@@ -146,10 +146,10 @@ def _render_passes(
 def _pass_of(
     index: int, passes: Sequence[_LoopPass], chat: Sequence[Message]
 ) -> _LoopPass | None:
-    """Returns the pass that writes a message; ``None`` if nothing is written of it."""
+    """Returns the pass that writes a message; ``None`` if its output is empty."""
     writing = [p for p in passes if p.message == index and p.begin < p.end]
     if len(writing) > 1:
-        # A result's pass can look for the name of its call in all messages.
+        # A result's pass can search all messages for the name of its call.
         writing = [p for p in writing if not _is_nested(p, passes)]
     if len(writing) == 1:
         return writing[0]
@@ -159,7 +159,7 @@ def _pass_of(
 
 
 def _is_nested(inner: _LoopPass, passes: Sequence[_LoopPass]) -> bool:
-    """Returns whether a pass lies in a pass that another loop makes of a message."""
+    """Returns whether a pass lies in a message's pass of another loop."""
     return any(
         outer.loop != inner.loop
         and outer.message is not None
@@ -177,7 +177,7 @@ def _assistant_parts(
 ) -> list[tuple[int, int]]:
     """Returns the parts of a span outside other messages' passes in the turn's pass.
 
-    Results of calls can be written in the turn that has the calls.
+    Results of calls can be written in the turn with the calls.
     """
     parts = []
     later = passes[passes.index(turn) + 1 :]
@@ -190,14 +190,14 @@ def _assistant_parts(
 
 
 class _TurnEdges:
-    """Finds where turns begin and end in the passes that write them.
+    """Finds the bounds of turns in their passes.
 
-    Renderings with other texts show which text is the template's.
+    Renderings with other texts separate the template's text from the messages'.
 
     Args:
         chat: a complete conversation.
-        text: the conversation as the template renders it.
-        template: of the model.
+        text: the rendered conversation.
+        template: the model's.
     """
 
     def __init__(
@@ -206,52 +206,52 @@ class _TurnEdges:
         self._chat, self._text, self._template = chat, text, template
 
     def begin(self, index: int, turn: _LoopPass) -> int:
-        """Returns the position behind the generation prompt of a turn."""
-        before, written = self._chat[:index], self._text[turn.begin : turn.end]
-        earlier, last, header = self._last_pass(turn.loop, before, prompt=True)
-        prompt = earlier + last + header
+        """Returns the position after the generation prompt of a turn."""
+        chat, written = (self._chat[:index], self._text[turn.begin : turn.end])
+        earlier, final, header = self._last_pass(turn.loop, chat, prompt=True)
+        prompt = earlier + final + header
         if self._text.startswith(prompt) and turn.begin <= len(prompt) <= turn.end:
             return len(prompt)
         if header and written.startswith(header):
             return turn.begin + len(header)
-        _, unprompted, always = self._last_pass(turn.loop, before, prompt=False)
-        if last.startswith(unprompted):
+        _, unprompted, always = self._last_pass(turn.loop, chat, prompt=False)
+        if final.startswith(unprompted):
             # Some templates write the generation prompt in the last pass.
-            header = last.removeprefix(unprompted) + header
-        own = written[: _num_common(written, self._of_probe(index))]
-        # What the template writes behind each conversation is no part of the header.
+            header = final.removeprefix(unprompted) + header
+        template_text = written[: _num_common(written, self._of_probe(index))]
+        # The template's text after each conversation is not part of the header.
         headers = [header, header.removeprefix(always)]
-        for whole in filter(None, headers):
+        for candidate in filter(None, headers):
             # The template can write the end of an earlier block before it.
-            if whole in own:
-                return turn.begin + own.rindex(whole) + len(whole)
-        # A "<think>" in it is not written again of earlier turns. What the turn's own
-        # text has in common with that is no header.
-        size = max(_num_common(whole, own) for whole in headers)
-        if own and not size and "" not in headers:
+            if candidate in template_text:
+                return turn.begin + template_text.rindex(candidate) + len(candidate)
+        # A "<think>" in it is missing in earlier turns. A common prefix with the turn's
+        # own text is not a header.
+        size = max(_num_common(candidate, template_text) for candidate in headers)
+        if template_text and not size and "" not in headers:
             raise _not_found(f"message {index} begins without the generation prompt")
         return turn.begin + size
 
     def end(self, index: int, turn: _LoopPass, begin: int) -> int:
-        """Returns the position behind the end of a turn."""
+        """Returns the position after the end of a turn."""
         written, of_probe = self._text[turn.begin : turn.end], self._of_probe(index)
         size = _num_common(written[::-1], of_probe[::-1])
-        behind = max(begin, turn.end - size)
+        after_text = max(begin, turn.end - size)
         # The header of the next message can follow the end.
-        place = self._text.find(self._end_text, behind, turn.end)
+        place = self._text.find(self._end_text, after_text, turn.end)
         if self._end_text and place >= 0:
             return place + len(self._end_text)
         written = self._text[begin : turn.end].rstrip()
         if index == len(self._chat) - 1 and not written.endswith(
             tuple(self._template.special)
         ):
-            # The end of the turn may be behind the loop.
+            # The end of the turn may be after the loop.
             written = self._text[begin:].rstrip()
         return begin + len(written)
 
     @cached_property
     def _end_text(self) -> str:
-        """The text that the template writes behind the last turn in its pass."""
+        """The template's text after the last turn in its pass."""
         chat = [_QUESTION, _PROBE]
         try:
             rendered, passes = _render_passes(chat, self._template)
@@ -304,7 +304,7 @@ class _TurnEdges:
     def _last_pass(
         self, loop: int, chat: Sequence[Message], *, prompt: bool
     ) -> tuple[str, str, str]:
-        """Returns the texts before a loop's last pass, in it, and behind the loop."""
+        """Returns the texts before a loop's last pass, in it, and after the loop."""
         # Some templates refuse conversations without a user's message.
         for messages in (chat, [*chat, _QUESTION]):
             try:
@@ -313,7 +313,7 @@ class _TurnEdges:
                 )
             except ChatTemplateError:
                 continue
-            begins = [each.begin for each in passes if each.loop == loop]
+            begins = [loop_pass.begin for loop_pass in passes if loop_pass.loop == loop]
             if begins:
                 begin, end = begins[-2:]
                 return rendered[:begin], rendered[begin:end], rendered[end:]
@@ -341,7 +341,7 @@ def _with_mark(message: Message) -> Message:
 
 
 def _num_common(*texts: str) -> int:
-    """Returns how many characters the texts have in common at their beginning."""
+    """Returns the length of the texts' common prefix."""
     letters = zip(*texts, strict=False)
     return len(list(takewhile(lambda same: len(set(same)) == 1, letters)))
 

@@ -1,4 +1,4 @@
-"""Messages of a conversation as a session keeps and compares them. Pure."""
+"""Messages of a conversation, in the form that sessions store and compare."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.texts import check_text
 
 Message = Mapping[str, Any]
-"""``role``, ``content`` (a text), and where there are any ``reasoning_content``,
-``tool_calls`` (with arguments as objects), ``name``, ``tool_call_id``, and the other
-fields of TorchRL's ``History``."""
+"""``role``, ``content`` (a text), and optionally ``reasoning_content``, ``tool_calls``
+(with arguments as objects), ``name``, ``tool_call_id``, and the other fields of
+TorchRL's ``History``."""
 
 ROLES = ("system", "user", "assistant", "tool")
 _SAME_ROLE = {"developer": "system", "function": "tool", "ipython": "tool"}
@@ -32,15 +32,16 @@ def from_openai(messages: Any) -> list[Message]:
     """Returns the messages of an OpenAI chat request.
 
     Raises:
-        ConfigurationError: if they are not messages, or hold something else than text.
+        ConfigurationError: if they are not messages, or contain other content than
+            text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigurationError("messages must be a list of at least one message.")
-    return [_from_openai(f"messages[{i}]", each) for i, each in enumerate(messages)]
+    return [_from_openai(f"messages[{i}]", m) for i, m in enumerate(messages)]
 
 
 def read_messages(value: Any, name: str) -> list[Message]:
-    """Returns a user's text, a message, or messages in OpenAI's form as messages.
+    """Returns a prompt as messages: a text, a message, or messages in OpenAI's form.
 
     They are read as those of a request, and keep other fields: chat templates may read
     them.
@@ -65,21 +66,24 @@ def read_messages(value: Any, name: str) -> list[Message]:
 
 
 def from_row(prompt: Any) -> Any:
-    """Returns a prompt without the None that a table writes for absent arguments.
+    """Returns a prompt without None in place of a table's absent arguments.
 
     All messages of a table have the same keys. In messages of different keys, None
     among the arguments of a call is a value.
     """
     if not isinstance(prompt, (list, tuple)):
         return prompt
-    keys = {frozenset(each) if isinstance(each, Mapping) else None for each in prompt}
+    keys = {
+        frozenset(message) if isinstance(message, Mapping) else None
+        for message in prompt
+    }
     return list(map(without_none, prompt)) if len(keys) == 1 else prompt
 
 
 def without_none(message: Any) -> Any:
-    """Returns a message without the arguments of its calls that are None.
+    """Returns a message without None among the arguments of its calls.
 
-    Arguments that are a JSON text keep their null.
+    Arguments in a JSON text keep their null.
     """
     if not isinstance(message, Mapping):
         return message
@@ -93,9 +97,9 @@ def without_none(message: Any) -> Any:
 
 def _drop_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _drop_none(each) for k, each in value.items() if each is not None}
+        return {k: _drop_none(item) for k, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
-        return [_drop_none(each) for each in value]
+        return [_drop_none(item) for item in value]
     return value
 
 
@@ -110,13 +114,13 @@ def check_last_message(messages: Sequence[Message], name: str = "The prompt") ->
 
 def _read_message(name: str, given: Any) -> Message:
     message = _from_openai(name, given)
-    others = {
+    extra = {
         key: value
         for key, value in given.items()
         if key not in _READ and value is not None
     }
-    check_text(name, others)
-    return {**others, **message}
+    check_text(name, extra)
+    return {**extra, **message}
 
 
 @read_once
@@ -170,38 +174,38 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
                 f"{name} has {other!r} instead of 'arguments'; rename it."
             )
     arguments = read_arguments(function.get("arguments"))
-    own = {"name": function["name"], "arguments": arguments}
-    return {"id": call.get("id") or "", "type": "function", "function": own}
+    called = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id") or "", "type": "function", "function": called}
 
 
 def read_arguments(given: Any) -> Any:
-    """Returns arguments of a call, which clients send as the text of an object.
+    """Parses arguments of a call, which clients send as the JSON text of an object.
 
-    What it returns is read as the same once more.
+    The function is idempotent.
     """
     while isinstance(given, str):
         try:
             given = json.loads(given or "{}")
         except (ValueError, RecursionError):
-            # A model may have written it, so it is kept as it is.
+            # Possibly the model's own text, so it is kept.
             break
     return given or {}
 
 
 def without_stop(text: str, stop: Any) -> str:
-    """Returns a text up to the stop string that ended it, if one did."""
-    # The last token can go on behind it.
+    """Returns a text up to its stop string, if any."""
+    # The last token can extend beyond it.
     return text.partition(stop)[0] if stop and isinstance(stop, str) else text
 
 
 def conversation_keys(
     messages: Sequence[Message], setting: Any
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields for each number of leading messages a key of that conversation.
+    """Yields the number of leading messages and the key of that conversation.
 
-    Conversations have the same key if they differ only in what clients change on the
-    way: white space around texts, ids of tool calls, the order of arguments, how whole
-    numbers are written, and reasoning. ``setting`` is what else a prompt depends on.
+    Conversations have the same key if they differ only in typical client changes: white
+    space around texts, ids of tool calls, the order of arguments, the format of whole
+    numbers, and reasoning. ``setting`` has the other inputs of a prompt.
     """
     keys = ConversationKeys(settings_key(setting))
     for number, message in enumerate(messages, 1):
@@ -214,13 +218,13 @@ def settings_key(setting: Any) -> bytes:
 
 
 class ConversationKeys:
-    """Keys of a conversation that grows, as :func:`conversation_keys` returns them.
+    """Keys of a growing conversation, as :func:`conversation_keys` returns them.
 
     Args:
-        key: of its settings.
+        key: key of its settings.
 
     Attributes:
-        key (bytes): of the conversation so far.
+        key (bytes): key of the conversation so far.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -229,14 +233,14 @@ class ConversationKeys:
         self._calls: dict[str, str] = {}
 
     def add(self, message: Message) -> bytes:
-        """Returns the key of the conversation with one more message."""
+        """Returns the key of the conversation with a further message."""
         self.key = _digest(self.key, _compared(message, self._calls))
         self._number += 1
         _note_calls(self._calls, message, self._number)
         return self.key
 
     def copy(self) -> ConversationKeys:
-        """Returns a copy, which grows by itself."""
+        """Returns an independent copy."""
         copied = ConversationKeys(self.key)
         copied._number, copied._calls = self._number, dict(self._calls)
         return copied
@@ -248,12 +252,12 @@ def _note_calls(calls: dict[str, str], message: Message, number: int) -> None:
 
 
 def _compared(message: Message, calls: Mapping[str, str]) -> list[Any]:
-    """Returns what is compared of a message; ``calls`` are those before it by id."""
+    """Returns the compared fields of a message; ``calls`` has earlier calls by id."""
     parts = [message["role"], message["content"].strip()]
     if message["role"] == "assistant":
         functions = [call["function"] for call in message.get("tool_calls", ())]
         return [*parts, _plain_numbers(functions)]
-    # A result is compared by the call that it answers, not by that call's id.
+    # A result is compared by its call, not by the call's id.
     call_id = message.get("tool_call_id")
     return [*parts, message.get("name"), calls.get(str(call_id), call_id)]
 
@@ -261,9 +265,9 @@ def _compared(message: Message, calls: Mapping[str, str]) -> list[Any]:
 def _plain_numbers(value: Any) -> Any:
     """Returns JSON with whole numbers as integers, as JavaScript writes them."""
     if isinstance(value, Mapping):
-        return {str(key): _plain_numbers(each) for key, each in value.items()}
+        return {str(key): _plain_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain_numbers(each) for each in value]
+        return [_plain_numbers(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -272,51 +276,51 @@ def _digest(before: bytes, value: Any) -> bytes:
 
 
 def common(known: Sequence[Message], said: Sequence[Message]) -> int:
-    """Returns how many leading messages have the same key in two conversations."""
-    mine: dict[str, str] = {}
-    others: dict[str, str] = {}
-    for number, (own, given) in enumerate(zip(known, said, strict=False)):
-        if _compared(own, mine) != _compared(given, others):
+    """Returns the number of leading messages with equal keys in two conversations."""
+    known_calls: dict[str, str] = {}
+    said_calls: dict[str, str] = {}
+    for number, (stored, other) in enumerate(zip(known, said, strict=False)):
+        if _compared(stored, known_calls) != _compared(other, said_calls):
             return number
-        for calls, message in ((mine, own), (others, given)):
+        for calls, message in ((known_calls, stored), (said_calls, other)):
             _note_calls(calls, message, number)
     return min(len(known), len(said))
 
 
 def begins_with(said: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Returns whether a conversation has the keys of another one up to that one's end.
+    """Returns whether a conversation starts with the keys of another.
 
-    Messages that are the same are not looked at any closer, unlike by :func:`common`.
+    Identical messages are not examined further, unlike in :func:`common`.
     """
     if len(said) < len(known):
         return False
-    mine: dict[str, str] = {}
-    others: dict[str, str] = {}
+    known_calls: dict[str, str] = {}
+    said_calls: dict[str, str] = {}
     same_ids = True
-    for number, (own, given) in enumerate(zip(known, said, strict=False)):
-        same = own is given or (own == given and has_texts_only(own))
-        if not (same and same_ids) and _TO_JSON(_compared(own, mine)) != _TO_JSON(
-            _compared(given, others)
-        ):
+    for number, (stored, other) in enumerate(zip(known, said, strict=False)):
+        is_same = stored is other or (stored == other and has_texts_only(stored))
+        if not (is_same and same_ids) and _TO_JSON(
+            _compared(stored, known_calls)
+        ) != _TO_JSON(_compared(other, said_calls)):
             return False
-        same_ids = same_ids and (same or "tool_calls" not in own)
-        for calls, message in ((mine, own), (others, given)):
+        same_ids = same_ids and (is_same or "tool_calls" not in stored)
+        for calls, message in ((known_calls, stored), (said_calls, other)):
             _note_calls(calls, message, number)
     return True
 
 
 def changes(known: Sequence[Message], said: Sequence[Message]) -> int | None:
-    """Returns how many messages a client changed that have the same keys.
+    """Returns the number of client-changed messages with equal keys.
 
-    ``None`` if it says other reasoning than is known; it may leave it out.
+    ``None`` if the client's reasoning differs; it may omit reasoning.
     """
     number = 0
-    for own, given in zip(known, said, strict=True):
-        if own == given:
+    for stored, other in zip(known, said, strict=True):
+        if stored == other:
             continue
         number += 1
-        reasoning = str(given.get("reasoning_content", "")).split()
-        if reasoning and reasoning != str(own.get("reasoning_content", "")).split():
+        reasoning = str(other.get("reasoning_content", "")).split()
+        if reasoning and reasoning != str(stored.get("reasoning_content", "")).split():
             return None
     return number
 
@@ -324,15 +328,17 @@ def changes(known: Sequence[Message], said: Sequence[Message]) -> int | None:
 def rename_calls(
     after: Sequence[Message], said: Sequence[Message], known: Sequence[Message]
 ) -> list[Message]:
-    """Returns messages whose ids of earlier calls are those known, not those said."""
+    """Returns messages with the original ids of earlier calls, not the client's."""
     names: dict[str, Any] = {}
-    for own, given in zip(known, said, strict=True):
-        pairs = zip(own.get("tool_calls", ()), given.get("tool_calls", ()), strict=True)
-        names |= {str(call.get("id")): mine.get("id") for mine, call in pairs}
+    for stored, other in zip(known, said, strict=True):
+        pairs = zip(
+            stored.get("tool_calls", ()), other.get("tool_calls", ()), strict=True
+        )
+        names |= {str(call.get("id")): original.get("id") for original, call in pairs}
     renamed: list[Message] = []
     for message in after:
         for call in message.get("tool_calls", ()):
-            # A client that uses an id once more means the later call.
+            # A client that reuses an id means the later call.
             names.pop(str(call.get("id")), None)
         old = message.get("tool_call_id")
         new = names.get(str(old), old)

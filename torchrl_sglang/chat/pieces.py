@@ -1,8 +1,8 @@
-"""Long texts to tokens: pieces that come again are tokenized once.
+"""Tokenization of long texts: repeated pieces are tokenized once.
 
 Agents begin with the same system prompt and tools, which are most of their first
-prompt. A tokenizer finds special tokens before anything else, and tokenizes what is
-between them apart, so that a text may be cut before each of them.
+prompt. A tokenizer splits at special tokens first, and tokenizes the text between them
+separately, so a text may be cut before each of them.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from functools import cached_property
 from typing import Any
 
 LONG_PIECE = 4_000
-"""Characters of a piece from which its tokens are kept."""
+"""Smallest number of characters of a cached piece."""
 
 KEPT_CHARACTERS = 16_000_000
-"""Most characters of all pieces that are kept."""
+"""Largest number of characters in all cached pieces."""
 
 _SHARED = 1 << 20
-"""Token ids below this are shared between lists."""
+"""Token ids below this number are shared between lists."""
 
 _PROBES = (("", "x"), ("a", "b"), (" a ", " b "), ("a\n", "\nb"), ("é.", ".é"))
-"""Texts before and behind a special token for which cuts are tried out."""
+"""Texts before and after a special token, for tests of cuts."""
 
 _ids: list[int] = []
 _growing = threading.Lock()
 
 
 def shared_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns token ids that take 8 bytes each: equal ones are one object.
+    """Returns token ids of 8 bytes each: equal ids share one object.
 
     Examples:
         >>> from torchrl_sglang.chat.pieces import shared_ids
@@ -53,17 +53,17 @@ def shared_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
 
 
 class PieceEncoder:
-    """Encodes texts as a tokenizer does, and keeps the tokens of long pieces.
+    """Encodes texts like a tokenizer, with a cache of long pieces.
 
-    Texts are cut before special tokens only, and only before those of which it was
-    tried out that the tokens stay the same. A tokenizer that Python implements, or one
-    that finds special tokens in normalized text, encodes whole texts.
+    Texts are only cut before special tokens, and only before those that passed a test
+    of equal tokens. A tokenizer in Python, or one that finds special tokens in
+    normalized text, encodes whole texts.
 
     Args:
-        tokenizer: of a model.
-        encode: returns the tokens of a text, without tokens around it.
-        long: characters of a piece from which its tokens are kept.
-        kept: most characters of all pieces that are kept.
+        tokenizer: tokenizer of a model.
+        encode: returns the tokens of a text, without added tokens.
+        long: smallest number of characters of a cached piece.
+        kept: largest number of characters in all cached pieces.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class PieceEncoder:
         self._tokenizer, self._encode = tokenizer, encode
         self._long, self._most = long, kept
         self._can_cut: dict[str, bool] = {}
-        # A piece that another thread encodes right now is waited for.
+        # Other threads wait for a piece that is being encoded.
         self._kept: OrderedDict[str, Future[Sequence[int]]] = OrderedDict()
         self._characters = 0
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Locks and what others encode now stay here.
+        # Locks and encodings in progress are process-local.
         return {
             "tokenizer": self._tokenizer,
             "encode": self._encode,
@@ -102,14 +102,14 @@ class PieceEncoder:
             or getattr(self._tokenizer, "split_special_tokens", False)
         ):
             return self._encode(text)
-        found: list[int] = []
+        ids: list[int] = []
         for piece in self._pieces(text):
-            found += self._of_piece(piece)
-        return found
+            ids += self._of_piece(piece)
+        return ids
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """Ids of the special tokens that texts may be cut before; none: never cut."""
+        """Ids of the special tokens that allow cuts before them; none: no cuts."""
         added = self._added
         if not getattr(self._tokenizer, "is_fast", False) or any(
             token.single_word for token in added.values()
@@ -128,65 +128,65 @@ class PieceEncoder:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        """Pattern of all tokens that are found before a text is normalized."""
-        names = {str(each) for each in self._added.values() if not each.normalized}
-        # The longest of those that begin at one place is found.
+        """Pattern of all tokens that are found before normalization."""
+        names = {str(token) for token in self._added.values() if not token.normalized}
+        # The longest token at a position is found.
         longest_first = sorted(filter(None, names), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)))
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Yields long pieces of a text, and what is between them."""
-        begin = last = 0
+        """Yields long pieces of a text, and the text between them."""
+        begin = cut = 0
         places = self._pattern.finditer(text)
-        cuts = (each.start() for each in places if self._cut(each.group()))
+        cuts = (match.start() for match in places if self._cut(match.group()))
         for end in (*cuts, len(text)):
-            if end - last >= self._long:
-                if last > begin:
-                    yield text[begin:last]
-                yield text[last:end]
+            if end - cut >= self._long:
+                if cut > begin:
+                    yield text[begin:cut]
+                yield text[cut:end]
                 begin = end
-            last = end
-        if last > begin:
-            yield text[begin:last]
+            cut = end
+        if cut > begin:
+            yield text[begin:cut]
 
     def _cut(self, token: str) -> bool:
         """Returns whether texts may be cut before a token."""
-        if (known := self._can_cut.get(token)) is None:
-            known = self._can_cut[token] = token in self._special and all(
-                self._is_cut(before, token, behind) for before, behind in _PROBES
+        if (can_cut := self._can_cut.get(token)) is None:
+            can_cut = self._can_cut[token] = token in self._special and all(
+                self._is_cut(text, token, following) for text, following in _PROBES
             )
-        return known
+        return can_cut
 
     def _is_cut(self, before: str, token: str, behind: str) -> bool:
         first, second = self._encode(before), self._encode(token + behind)
-        whole = self._encode(before + token + behind)
-        return whole == first + second and second[0] == self._special[token]
+        joined = self._encode(before + token + behind)
+        return joined == first + second and second[0] == self._special[token]
 
     def _of_piece(self, piece: str) -> Sequence[int]:
         if len(piece) < self._long:
             return self._encode(piece)
         with self._lock:
-            known = self._kept.get(piece)
-            if known is None:
-                own = self._kept[piece] = Future()
+            shared = self._kept.get(piece)
+            if shared is None:
+                future = self._kept[piece] = Future()
                 self._characters += len(piece)
                 self._forget()
             else:
                 self._kept.move_to_end(piece)
-        if known is not None:
-            return known.result()
+        if shared is not None:
+            return shared.result()
         try:
-            own.set_result(shared_ids(self._encode(piece)))
+            future.set_result(shared_ids(self._encode(piece)))
         except BaseException as error:
-            own.set_exception(error)
+            future.set_exception(error)
             with self._lock:
                 if self._kept.pop(piece, None) is not None:
                     self._characters -= len(piece)
             raise
-        return own.result()
+        return future.result()
 
     def _forget(self) -> None:
-        """Forgets the pieces that were used longest ago, but the latest."""
+        """Drops the least recently used pieces, except the latest."""
         while self._characters > self._most and len(self._kept) > 1:
             piece, _ = self._kept.popitem(last=False)
             self._characters -= len(piece)

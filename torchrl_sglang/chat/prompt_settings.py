@@ -1,4 +1,4 @@
-"""What a prompt depends on beside its messages."""
+"""Inputs of a prompt beside its messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ class PromptSettings:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables for the template, such as ``enable_thinking``."""
     digest: bytes = field(default=b"", init=False, compare=False, repr=False)
-    """Key by which two of them are compared, of the one that :func:`.known_settings`
-    returns; others have none."""
+    """Hash for comparisons, set by :func:`.known_settings`; empty otherwise."""
 
     def key(self) -> list[Any]:
-        """Returns the values by which two of them are compared."""
+        """Returns the values for comparisons."""
         return [list(self.tools), dict(self.template_kwargs)]
 
 

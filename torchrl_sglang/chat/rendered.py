@@ -1,4 +1,4 @@
-"""Finds a model's response in what a chat template renders of it. Pure."""
+"""Locates a model's response in a rendered conversation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class ChatResponse:
     """A response of the model, as a message and as a text."""
 
     message: Message
-    """The response as a message, tool calls and reasoning apart."""
+    """The response as a message, with separate tool calls and reasoning."""
     text: str
-    """The response as a text, without the stop string that ended it, and without an end
-    that the template writes."""
+    """The response as a text, without its stop string, and without an end from the
+    template."""
     end: str | None
-    """Text of that token; ``None`` if no token ended it."""
+    """Text of its end token; ``None`` if no token ended it."""
 
 
 def after_text(body: str, text: str) -> str | None:
-    """Returns the rest behind a text that ``body`` begins with, white space apart.
+    """Returns the text after a prefix, with white space ignored.
 
-    ``None`` if it begins with another text. White space at the end of ``text`` is not
-    returned once more.
+    ``None`` if the prefix differs. White space at the end of ``text`` is not returned
+    again.
     """
     end = _end_of(body, text)
     if end is None:
@@ -45,37 +45,37 @@ def after_text(body: str, text: str) -> str | None:
 
 
 def _end_of(body: str, text: str) -> int | None:
-    """Returns where a text ends that ``body`` begins with, white space apart."""
+    """Returns the end of a text at the begin of ``body``, with white space ignored."""
     stripped = text.strip()
     start = len(body) - len(body.lstrip())
     if not stripped:
         return 0
     if body.startswith(stripped, start):
         return start + len(stripped)
-    wanted = _squeeze(text)
-    left = len(wanted)
+    squeezed = _squeeze(text)
+    remaining = len(squeezed)
     for word in _WORD.finditer(body):
-        if left <= word.end() - word.start():
-            end = word.start() + left
-            return end if _squeeze(body[:end]) == wanted else None
-        left -= word.end() - word.start()
+        if remaining <= word.end() - word.start():
+            end = word.start() + remaining
+            return end if _squeeze(body[:end]) == squeezed else None
+        remaining -= word.end() - word.start()
     return None
 
 
 def keeps(messages: Sequence[Message], rendered: str, written: str) -> bool:
-    """Returns whether texts that differ in white space alone say the same.
+    """Returns whether two texts differ only in white space.
 
-    Templates trim what the model wrote, and tokenizers put spaces behind special
-    tokens. What the model was told has to be there as it is, ends apart.
+    Templates trim the model's text, and tokenizers put spaces after special tokens.
+    Other messages must be unchanged, except at their ends.
     """
-    told = (m["content"] for m in messages if m["role"] != "assistant")
+    inputs = (m["content"] for m in messages if m["role"] != "assistant")
     return rendered == written or all(
-        text in written for text in told if isinstance(text, str) and text in rendered
+        text in written for text in inputs if isinstance(text, str) and text in rendered
     )
 
 
 def marked(reply: Message) -> tuple[Message, list[str]]:
-    """Returns a response with a mark behind each of its parts, and the marks.
+    """Returns a response with a mark after each of its parts, and the marks.
 
     A template that renders a part renders its mark, too.
     """
@@ -112,33 +112,33 @@ def after_marks(
     response: ChatResponse,
     ids: Sequence[str],
 ) -> str | None:
-    """Returns the rest behind a response that is rendered in other words than its own.
+    """Returns the text after a response that is rendered in other words.
 
     Args:
-        body: what is rendered behind the response's prompt.
-        marked_body: the same, rendered of the response with ``marks``.
+        body: rendered text after the response's prompt.
+        marked_body: the same for the response with ``marks``.
         marks: see :func:`marked`.
-        response: that was ended by a token.
-        ids: of its tool calls, as they are rendered.
+        response: a response that a token ended.
+        ids: ids of its tool calls in the rendered text.
 
     Returns:
-        What follows the end; ``None`` if the template drops a part of the response, or
-        tells apart several calls by ids that the model did not write.
+        The text after the end; ``None`` if the template drops a part of the response,
+        or distinguishes calls by ids that the model did not write.
     """
     if _MARK in body or any(mark not in marked_body for mark in marks):
         return None
     end = str(response.end)
-    last = max(marked_body.rindex(mark) + len(mark) for mark in marks)
-    _, found, rest = marked_body[last:].partition(end)
-    if not found or not body.endswith(end + rest):
+    position = max(marked_body.rindex(mark) + len(mark) for mark in marks)
+    _, separator, remaining = marked_body[position:].partition(end)
+    if not separator or not body.endswith(end + remaining):
         return None
-    written = body[: len(body) - len(end + rest)]
-    told = len(ids) < 2 or all(each in response.text for each in ids if each in written)
-    return rest if told and _has_all(written, response.message) else None
+    written = body[: len(body) - len(end + remaining)]
+    has_ids = len(ids) < 2 or all(e in response.text for e in ids if e in written)
+    return remaining if has_ids and _has_all(written, response.message) else None
 
 
 def _has_all(written: str, reply: Message) -> bool:
-    """Returns whether a text has all that a message has, white space apart."""
+    """Returns whether a text has all parts of a message, with white space ignored."""
     squeezed = _squeeze(written)
     parts = [reply["content"], reply.get("reasoning_content", "")]
     for call in reply.get("tool_calls", ()):
@@ -148,7 +148,7 @@ def _has_all(written: str, reply: Message) -> bool:
 
 
 def _has(squeezed: str, part: Any) -> bool:
-    """Returns whether a part is there as it is, as JSON, or as Python writes it."""
+    """Returns whether a part is present as plain text, JSON or Python literal."""
     if not isinstance(part, str):
         return json.dumps(part) in squeezed or str(part) in squeezed
     ways = (part, *(json.dumps(part, ensure_ascii=a)[1:-1] for a in (False, True)))
@@ -156,14 +156,14 @@ def _has(squeezed: str, part: Any) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Yields keys and values of an object of JSON."""
+    """Yields the keys and values of a JSON object."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
+        for key, item in value.items():
             yield str(key)
-            yield from _leaves(each)
+            yield from _leaves(item)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for each in value:
-            yield from _leaves(each)
+        for item in value:
+            yield from _leaves(item)
     else:
         yield value
 

@@ -1,7 +1,7 @@
-"""Messages that requests repeat are read once.
+"""Cache of parsed messages for repeated requests.
 
-Each request of a conversation brings all of its earlier messages once more. Those that
-are the same become one object, and what was made of it is kept beside it.
+Each request of a conversation repeats all earlier messages. Equal messages become one
+object, with their parsed form beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Repeated(dict[str, Any]):
-    """An object of JSON that several requests have; nobody changes it."""
+    """A JSON object that several requests share; immutable by convention."""
 
     __slots__ = ("__made",)
 
@@ -28,9 +28,9 @@ class Repeated(dict[str, Any]):
 
 
 def read_once(read: Callable[[str, Any], _T]) -> Callable[[str, Any], _T]:
-    """Returns a function of a name and JSON that reads each :class:`Repeated` once.
+    """Decorates a reader so that it reads each :class:`Repeated` once.
 
-    The name is for errors only, and what is returned is changed by nobody.
+    The name is only for errors, and callers must not change the result.
     """
 
     @wraps(read)
@@ -38,23 +38,23 @@ def read_once(read: Callable[[str, Any], _T]) -> Callable[[str, Any], _T]:
         if type(given) is not Repeated:
             return read(name, given)
         made: dict[Any, _T] = given._Repeated__made  # type: ignore[attr-defined]
-        if (found := made.get(read)) is None:
-            found = made[read] = read(name, given)
-        return found
+        if (result := made.get(read)) is None:
+            result = made[read] = read(name, given)
+        return result
 
     return read_known
 
 
 class LatestMessages:
-    """Messages of the latest request of a session, as its client sent them.
+    """Messages of a session's latest request, as its client received them.
 
-    For one thread.
+    For use in one thread.
 
     Examples:
         >>> from torchrl_sglang.chat.repeated import LatestMessages
         >>> latest = LatestMessages()
-        >>> one, two = ({"messages": [{"content": "Hi"}]} for _ in range(2))
-        >>> latest.share(one)["messages"][0] is latest.share(two)["messages"][0]
+        >>> first, second = ({"messages": [{"content": "Hi"}]} for _ in range(2))
+        >>> latest.share(first)["messages"][0] is latest.share(second)["messages"][0]
         True
     """
 
@@ -62,23 +62,25 @@ class LatestMessages:
         self._known: list[Any] = []
 
     def share(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns a request whose messages are the latest one's where they are equal.
+        """Returns a request that shares equal messages with the latest request.
 
-        Those of texts only: equal numbers can be written in several ways. Fields have
-        to be in the same order, as templates write arguments in theirs.
+        Only messages with texts: equal numbers have several formats. Fields must have
+        the same order, as templates write arguments in theirs.
         """
-        given = body.get("messages")
-        if type(given) is not list:
+        received = body.get("messages")
+        if type(received) is not list:
             return body
         try:
             messages = [
-                own
-                if type(own) is Repeated and _is_same(own, each)
-                else _repeated(each)
-                for own, each in zip_longest(self._known[: len(given)], given)
+                stored
+                if type(stored) is Repeated and _is_same(stored, message)
+                else _repeated(message)
+                for stored, message in zip_longest(
+                    self._known[: len(received)], received
+                )
             ]
         except RecursionError:
-            # The reader of messages says what is wrong.
+            # The reader of messages reports the error.
             return body
         self._known = list(messages)
         return {**body, "messages": messages}

@@ -1,13 +1,13 @@
-"""Chat templates, and how a conversation goes on by tokens.
+"""Chat templates, and the continuation of conversations by tokens.
 
-What a model wrote stays as it wrote it: a later turn's prompt is the tokens of the
+A model's tokens are kept unchanged: a later turn's prompt consists of the tokens of the
 earlier prompt, the tokens of the response, and the tokenized text that the template
-puts behind them. Whether a template can be extended so is found out for each turn, by
-comparing what it renders: once, and once more where it renders the response in other
-words than the model's, such as another order of arguments.
+writes after them. Each turn tests whether a template can be extended like this, by
+comparing renderings: once, and again if it renders the response in other words than the
+model's, such as another order of arguments.
 
-:meth:`ChatTemplate.extend` is for those who keep the turns of a conversation, and
-:meth:`ChatTemplate.go_on` for those who have its tokens only.
+:meth:`ChatTemplate.extend` is for callers with the turns of a conversation, and
+:meth:`ChatTemplate.go_on` for callers with its tokens only.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ _RESPONSE = "Response"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
-    """Tokens and text between one response and the next."""
+    """Tokens and text between two responses."""
 
     token_ids: list[int]
-    """Tokens behind the response's own."""
+    """Tokens after the response's own."""
     rendered: str
-    """The whole conversation as the template renders it."""
+    """The whole rendered conversation."""
 
 
 class ChatTemplate(Encoder):
     """Renders conversations for one model.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: the model's.
         template: a Jinja template. Defaults to the tokenizer's own.
-        template_kwargs: variables of the template, such as ``enable_thinking``, where
-            a prompt's settings have no others.
+        template_kwargs: default variables of the template, such as ``enable_thinking``;
+            a prompt's settings override them.
 
     Attributes:
-        source (str): the template.
+        source (str): source of the template.
 
     Raises:
-        ConfigurationError: if there is none, or it has no such variable.
+        ConfigurationError: if there is none, or it lacks such a variable.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class ChatTemplate(Encoder):
     ) -> None:
         super().__init__(tokenizer)
         self.source = choose_template(tokenizer, template=template)
-        given = check_mapping("chat_template_kwargs", template_kwargs or {})
-        self.template_kwargs = dict(given)
+        kwargs = check_mapping("chat_template_kwargs", template_kwargs or {})
+        self.template_kwargs = dict(kwargs)
         for name in self.template_kwargs:
             if name in RESERVED or name not in self.variables:
                 raise ConfigurationError(
@@ -90,12 +90,12 @@ class ChatTemplate(Encoder):
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names in the template's code: its variables are among them.
+        """Names in the template's code, its variables among them.
 
         Raises:
-            ConfigurationError: if it is no template.
+            ConfigurationError: if it is not a template.
         """
-        # Tags that only transformers knows are no obstacle to a lexer.
+        # A lexer accepts tags that only transformers defines.
         tokens = Environment(autoescape=False).lex(self.source)
         try:
             return frozenset(text for _, kind, text in tokens if kind == "name")
@@ -119,7 +119,7 @@ class ChatTemplate(Encoder):
         return self._render(self.in_form(messages), setting, prompt=prompt)
 
     def in_form(self, messages: Sequence[Message]) -> list[Message]:
-        """Returns messages in the form that the template takes."""
+        """Returns messages in the template's form of tool calls."""
         if any("tool_calls" in message for message in messages):
             return [self.call_form.write(message) for message in messages]
         return list(messages)
@@ -130,20 +130,20 @@ class ChatTemplate(Encoder):
         """Returns :meth:`render` with marks, see :func:`.marking_template`.
 
         Args:
-            messages: as :meth:`in_form` returns them.
+            messages: messages from :meth:`in_form`.
             mark: called with the number of a loop over messages, and the position of a
-                message, or ``None`` behind the loop.
+                message, or ``None`` after the loop.
             prompt: up to the assistant's turn.
 
         Raises:
-            ConfigurationError: if the template does not take the conversation.
+            ConfigurationError: if the template does not accept the conversation.
         """
         read = as_read([dict(message) for message in messages])
         places = {id(message): index for index, message in enumerate(read)}
         running: set[int] = set()
 
         def mark_each(loop: int, *values: Any) -> str:
-            # What loops over other values write may be trimmed or measured.
+            # The output of loops over other values may be trimmed or measured.
             place = next((places[id(v)] for v in values if id(v) in places), None)
             if place is not None:
                 running.add(loop)
@@ -165,7 +165,7 @@ class ChatTemplate(Encoder):
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The special token that the template writes behind a response, if it does."""
+        """The special token that the template writes after a response, if any."""
         chat = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _RESPONSE},
@@ -174,11 +174,11 @@ class ChatTemplate(Encoder):
             text = self._render(chat, NO_PROMPT_SETTINGS, prompt=False)
         except ConfigurationError:
             return frozenset()
-        behind = text.rpartition(_RESPONSE)[2].lstrip()
+        ending = text.rpartition(_RESPONSE)[2].lstrip()
         return frozenset(
             token_id
             for token, token_id in self.special.items()
-            if behind.startswith(token)
+            if ending.startswith(token)
         )
 
     @cached_property
@@ -188,7 +188,7 @@ class ChatTemplate(Encoder):
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code cannot be pickled.
         compiled = ("_quick", "_marking")
-        return {name: each for name, each in vars(self).items() if name not in compiled}
+        return {n: value for n, value in vars(self).items() if n not in compiled}
 
     @cached_property
     def call_form(self) -> CallForm:
@@ -202,15 +202,15 @@ class ChatTemplate(Encoder):
         *,
         prompt: bool = True,
     ) -> str:
-        said = [dict(message) for message in messages]
+        chat = [dict(message) for message in messages]
         variables = {**self.template_kwargs, **setting.template_kwargs}
         try:
-            if self._quick is not None and RESERVED.isdisjoint(variables) and said:
+            if self._quick is not None and RESERVED.isdisjoint(variables) and chat:
                 return self._quick.render(
-                    **self._variables(as_read(said), setting, prompt=prompt)
+                    **self._variables(as_read(chat), setting, prompt=prompt)
                 )
             text: str = self.tokenizer.apply_chat_template(
-                said,
+                chat,
                 tools=[dict(tool) for tool in setting.tools] or None,
                 chat_template=self.source,
                 tokenize=False,
@@ -250,58 +250,60 @@ class ChatTemplate(Encoder):
         *,
         literal: bool = False,
     ) -> Extension | None:
-        """Returns the text and tokens that a model reads between two responses.
+        """Returns the text and tokens between two responses.
 
         Args:
-            rendered: ``before`` as :meth:`render` returns it.
-            before: messages that the response was an answer to.
-            response: of the model.
-            after: messages since.
-            setting: of all of them.
-            literal: only if the template renders the response's very text, white space
-                apart. Its message may then be anybody's.
+            rendered: ``before``, rendered by :meth:`render`.
+            before: messages before the response.
+            response: the model's.
+            after: messages after the response.
+            setting: settings of all of them.
+            literal: only if the template renders the response's exact text, white space
+                ignored. Its message may then come from anywhere.
 
         Returns:
-            ``None`` if the template renders the earlier conversation in another way
-            now, or not what the model wrote.
+            ``None`` if the template now renders the earlier conversation, or the
+            model's response, differently.
         """
 
         def body(
             reply: Message, others: Sequence[Message] = after, *, prompt: bool = True
         ) -> str:
-            whole = self.render([*before, reply, *others], setting, prompt=prompt)
-            if not whole.startswith(rendered):
+            full_text = self.render([*before, reply, *others], setting, prompt=prompt)
+            if not full_text.startswith(rendered):
                 raise ConfigurationError("The earlier conversation is rendered anew.")
-            return whole[len(rendered) :]
+            return full_text[len(rendered) :]
 
         try:
             now = body(response.message)
-            rest = self._rest(now, response, body, literal=literal)
+            ending = self._rest(now, response, body, literal=literal)
         except ConfigurationError:
             return None
-        if rest is None:
+        if ending is None:
             return None
-        ids = self.encode_behind(rest, response.end)
+        ids = self.encode_behind(ending, response.end)
         return Extension(token_ids=ids, rendered=rendered + now)
 
     def go_on(
         self, text: str, messages: Sequence[Message], known: Sequence[int]
     ) -> list[int] | None:
-        """Returns the tokens of a conversation that begins with known ones.
+        """Returns the tokens of a conversation that begins with known tokens.
 
         Args:
-            text: ``messages`` as :meth:`render` returns them.
+            text: ``messages``, rendered by :meth:`render`.
             messages: the conversation.
-            known: tokens of its beginning, such as those that a model read and wrote.
+            known: tokens of its begin, such as an earlier prompt and response.
 
         Returns:
-            ``None`` if the conversation begins with something else, or nothing that
-            tells it from others is known.
+            ``None`` if the conversation begins differently, or the known tokens have no
+            text.
         """
 
         def closed() -> str:
-            said = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-            return self.render(messages[: said[-1] + 1], prompt=False) if said else ""
+            spoken = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+            return (
+                self.render(messages[: spoken[-1] + 1], prompt=False) if spoken else ""
+            )
 
         written, end = self.decode(known), self.decode(known[-1:])
         if end not in self.special:
@@ -309,27 +311,27 @@ class ChatTemplate(Encoder):
         begin = written.removesuffix(end)
         if not begin.strip():
             return None
-        rest = after_text(text, begin)
-        if rest is None:
-            rest = after_text(text, self._with_ends(begin, known, text))
-        if end and rest is not None:
+        ending = after_text(text, begin)
+        if ending is None:
+            ending = after_text(text, self._with_ends(begin, known, text))
+        if end and ending is not None:
             try:
-                rest = self._behind_end(rest.lstrip(), end, closed)
+                ending = self._behind_end(ending.lstrip(), end, closed)
             except ConfigurationError:
                 return None
-        if rest is None or not keeps(messages, text.removesuffix(rest), written):
+        if ending is None or not keeps(messages, text.removesuffix(ending), written):
             return None
-        return [*known, *self.encode_behind(rest, end)]
+        return [*known, *self.encode_behind(ending, end)]
 
     def _with_ends(self, written: str, known: Sequence[int], text: str) -> str:
-        """Returns the text of known tokens, with the template's ends instead of others.
+        """Returns the text of known tokens, with other ends replaced by the template's.
 
-        ``text``: rendered; an end that it has is one of a message.
+        ``text``: the rendered conversation; an end in it belongs to a message.
         """
-        others = set(known) - self.end_ids
+        foreign = set(known) - self.end_ids
         ends = [token for token, i in self.special.items() if i in self.end_ids]
         for end in ends:
-            for other in (token for token, i in self.special.items() if i in others):
+            for other in (token for token, i in self.special.items() if i in foreign):
                 if other not in text:
                     written = written.replace(other, end)
         return written
@@ -342,20 +344,20 @@ class ChatTemplate(Encoder):
         *,
         literal: bool,
     ) -> str | None:
-        """Returns the text that the template writes behind a response and its end."""
-        # A token that a request chose as an end is none to the template.
+        """Returns the template's text after a response and its end."""
+        # A request's own end token is not an end of the template.
         end = response.end if response.end in self.special else None
         text = response.text
         if end is not None and self.special[end] not in self.end_ids:
             # The message has an end that the template does not write.
             text = text.removesuffix(end)
-        rest = after_text(now, text)
+        ending = after_text(now, text)
         if end is None:
-            # If it is None, where the response ends in other words is not known.
-            return rest
-        if rest is not None:
+            # If it is None, the end of a differently rendered response is unknown.
+            return ending
+        if ending is not None:
             closed = partial(body, response.message, (), prompt=False)
-            return self._behind_end(rest.lstrip(), end, closed)
+            return self._behind_end(ending.lstrip(), end, closed)
         if literal:
             return None
         calls = response.message.get("tool_calls", ())
@@ -366,14 +368,14 @@ class ChatTemplate(Encoder):
         return after_marks(now, body(reply), marks, response, ids)
 
     def _behind_end(self, rest: str, end: str, closed: Callable[[], str]) -> str | None:
-        """Returns what is behind a response's end, which the template's stands for.
+        """Returns the text after a response's end or the template's end in its place.
 
-        ``closed`` renders the conversation up to that response.
+        ``closed`` renders the conversation up to the response.
         """
         if rest.startswith(end):
             return rest[len(end) :]
         other = next((token for token in self.special if rest.startswith(token)), None)
-        # Where a template writes no end, the token begins the next message.
+        # If a template writes no end, the token begins the next message.
         if other is not None and closed().rstrip().endswith(other):
             return rest[len(other) :]
         return None

@@ -1,4 +1,4 @@
-"""Texts to tokens and back, with what tokenizers do at the begin of a text."""
+"""Encoding and decoding of texts, with the tokenizer's handling of a first text."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Encoder:
 
     @cached_property
     def byte_tokens(self) -> frozenset[int]:
-        """Tokens that stand for one byte of a character that has no token.
+        """Tokens for single bytes of characters without their own token.
 
-        A tokenizer of pieces decodes such tokens beside each other as one text, and as
-        nothing readable if one of its characters is incomplete.
+        A tokenizer of pieces decodes adjacent byte tokens as one text, and an
+        incomplete character as nothing readable.
         """
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = self.tokenizer.convert_tokens_to_ids(names)
-        known = [each for each in ids if each is not None]
-        found = self.tokenizer.convert_ids_to_tokens(known)
+        present = [i for i in ids if i is not None]
+        names_of_ids = self.tokenizer.convert_ids_to_tokens(present)
         return frozenset(
-            each for each, name in zip(known, found, strict=True) if name in names
+            i for i, name in zip(present, names_of_ids, strict=True) if name in names
         )
 
     def encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text; long pieces that come again are kept."""
+        """Returns the tokens of a text, with a cache of long repeated pieces."""
         return self._encode_pieces(text)
 
     def _encode_whole(self, text: str) -> list[int]:
@@ -53,7 +53,7 @@ class Encoder:
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Returns the tokens of each text; faster than one by one.
+        """Returns the tokens of each text; faster than single calls.
 
         Samples of a prompt have the same text, which is encoded once.
         """
@@ -61,13 +61,13 @@ class Encoder:
             return []
         different = list(dict.fromkeys(texts))
         encoded = self.tokenizer(different, add_special_tokens=False)
-        known = dict(zip(different, encoded["input_ids"], strict=True))
-        return [list(known[text]) for text in texts]
+        by_text = dict(zip(different, encoded["input_ids"], strict=True))
+        return [list(by_text[text]) for text in texts]
 
     def encode_start(self, text: str) -> list[int]:
-        """Returns the tokens of a text without a template, as the server finds them.
+        """Returns the tokens of a text without a template, like the server's.
 
-        A token that begins texts is put before it unless it is written out.
+        The tokenizer's first token is added unless the text has it.
         """
         ids = self.encode(text)
         first = self.tokenizer.encode("")[:1]
@@ -78,11 +78,11 @@ class Encoder:
         """Returns the tokens of a text that is not the first of its sequence.
 
         Args:
-            text: to encode.
+            text: the text.
             end: the token before it, if it is known.
         """
         # Some tokenizers put a space before a first text, and some drop white space
-        # behind a special token: here they see one before it.
+        # after a special token: here they see a special token before it.
         for name in (end, *self._anchors):
             if name in self.special:
                 first, *ids = self.encode(name + text)
@@ -105,7 +105,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 def decode(
     tokenizer: Any, rows: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
 ) -> list[str]:
-    """Returns the text of each row of token ids, exactly as the tokens spell it."""
+    """Returns the exact text of each row of token ids."""
     kind: Any = type(tokenizer)
     if _decodes_plainly(kind):
         # Without checks of every token in Python, which take longer than decoding.
@@ -123,7 +123,7 @@ def decode(
 
 @cache
 def _decodes_plainly(cls: type) -> bool:
-    """Returns whether a class of tokenizers decodes with its Rust tokenizer alone."""
+    """Returns whether a class of tokenizers decodes only with its Rust tokenizer."""
     from transformers import PreTrainedTokenizerFast
 
     return issubclass(cls, PreTrainedTokenizerFast) and all(

@@ -1,7 +1,7 @@
-"""Tool calls that a model wrote: who finds them, and what they are. Pure.
+"""Tool calls in a model's text.
 
-:func:`find_calls` reads the format of Qwen and Hermes, and :func:`read_calls` what the
-parsers of SGLang's servers found in any other.
+:func:`find_calls` parses the format of Qwen and Hermes, and :func:`read_calls` the
+result of SGLang's parsers for any other format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END = "</tool_call>"
 _REASONING = dict(REASONING_MARKS.values())
 _MARKS = re.compile("|".join(map(re.escape, (CALL_MARK, *chain(*_REASONING.items())))))
 _SPACE = re.compile(r"\s*")
-# Up to the first character that no JSON has outside of its texts.
+# Up to the first character that no JSON has outside of its strings.
 _JSON = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _WRITTEN_ID = re.compile(r'"id"\s*:\s*"([A-Za-z0-9]{9})"\s*[,}]')
 
@@ -38,12 +38,12 @@ class ToolCall:
     name: str
     """Name of the tool."""
     arguments: Mapping[str, Any]
-    """By name."""
+    """Arguments by name."""
     id: str | None = None
-    """Id that the model wrote."""
+    """Id in the model's text."""
 
     def to_message(self, call_id: str | None = None) -> dict[str, Any]:
-        """Returns the call as messages hold it, with a new id if it has none."""
+        """Returns the call in the form of messages, with a new id if it has none."""
         return {
             "id": call_id or self.id or f"call_{secrets.token_hex(12)}",
             "type": "function",
@@ -63,14 +63,14 @@ FoundCall = ToolCall | UnreadableCall
 
 
 def find_calls(text: str) -> tuple[str, list[FoundCall]]:
-    """Returns a text without the calls that can be read, and all of its calls.
+    """Returns a text without its readable calls, and all its calls.
 
-    They are ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``. Those in
-    reasoning are none: between ``<think>`` and ``</think>``, or before a ``</think>``
-    that nothing in the text opens. The time is linear in the text's length.
+    A call is ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``. Calls
+    in reasoning do not count: between ``<think>`` and ``</think>``, or before an
+    unopened ``</think>``. The time is linear in the text's length.
     """
     calls: list[FoundCall] = []
-    kept: list[str] = []
+    texts: list[str] = []
     start = place = 0
     last_end = text.rfind(_END)
     unended: list[FoundCall] = []
@@ -81,22 +81,22 @@ def find_calls(text: str) -> tuple[str, list[FoundCall]]:
             close = text.find(end, place)
             place = close + len(end) if close >= 0 else len(text)
         elif mark[0] != CALL_MARK:
-            # All so far was reasoning.
-            calls, kept, start, unended = [], [], 0, []
+            # Everything so far was reasoning.
+            calls, texts, start, unended = [], [], 0, []
         elif place <= last_end:
             read, place = _read_call(text, place)
             calls += read
             if read and isinstance(read[0], ToolCall):
-                kept.append(text[start : mark.start()])
+                texts.append(text[start : mark.start()])
                 start = place
         elif text.startswith("{", _behind_space(text, place)):
             # Several of them count as one, however often a model repeats itself.
             unended = [UnreadableCall(reason=f"it does not end with {_END}")]
-    return "".join([*kept, text[start:]]), calls + unended
+    return "".join([*texts, text[start:]]), calls + unended
 
 
 def behind_reasoning(text: str, prompt: str = "") -> str:
-    """Returns a response without its reasoning; nothing if that does not end.
+    """Returns a response without its reasoning; empty if that does not end.
 
     Args:
         text: the response.
@@ -114,9 +114,9 @@ def _behind_space(text: str, place: int) -> int:
 
 
 def _read_call(text: str, place: int) -> tuple[Sequence[FoundCall], int]:
-    """Returns what a call holds that has an end, and the place behind it.
+    """Returns the calls in a closed block, and the position after it.
 
-    It is one call, or a list of some; none if the mark is only mentioned.
+    A block has a single call, or a list; none if the mark is only mentioned.
     """
     if text[_behind_space(text, place)] not in "{[":
         following = text.find(CALL_MARK, place)
@@ -136,8 +136,8 @@ def _read_call(text: str, place: int) -> tuple[Sequence[FoundCall], int]:
         close = text.find(_END, end)
         close = text.index(_END, place) if close < 0 else close
         return [unreadable], close + len(_END)
-    given = value if isinstance(value, list) else [value]
-    calls = [_call(each) for each in given]
+    entries = value if isinstance(value, list) else [value]
+    calls = [_call(entry) for entry in entries]
     if not calls or None in calls:
         reason = "it is not an object with a name and with arguments by name"
         return [UnreadableCall(reason=reason)], end + len(_END)
@@ -145,19 +145,19 @@ def _read_call(text: str, place: int) -> tuple[Sequence[FoundCall], int]:
 
 
 def read_calls(found: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Returns calls that a server's parser found in a text, as messages hold them.
+    """Returns calls from a server's parser, in the form of messages.
 
-    They have the ids that the model wrote, if it did. None are returned if there is one
-    among them that no client could read.
+    They have the ids in the model's text, if any. None are returned if a call among
+    them is unreadable for clients.
     """
     ids = written_ids(text, len(found))
     calls = []
-    for index, given in enumerate(found):
+    for index, raw in enumerate(found):
         try:
-            arguments = msgspec.json.decode(given.get("parameters") or "{}")
+            arguments = msgspec.json.decode(raw.get("parameters") or "{}")
         except (ValueError, RecursionError):
             return []
-        call = _call({"name": given.get("name"), "arguments": arguments})
+        call = _call({"name": raw.get("name"), "arguments": arguments})
         if call is None:
             return []
         calls.append(call.to_message(ids[index] if ids else None))
@@ -165,7 +165,7 @@ def read_calls(found: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, 
 
 
 def _call(given: Any) -> ToolCall | None:
-    """Returns a call that was written as JSON, as SGLang's parsers read it."""
+    """Parses a call in JSON, with the rules of SGLang's parsers."""
     if not isinstance(given, Mapping):
         return None
     name = given.get("name")
@@ -178,10 +178,10 @@ def _call(given: Any) -> ToolCall | None:
 
 
 def written_ids(text: str, number: int) -> list[str]:
-    """Returns the ids that a model wrote beside its calls, as Mistral's do.
+    """Returns the ids that a model wrote with its calls, as Mistral's do.
 
-    The results of several calls are told apart by them. None are returned unless there
-    is one for each of ``number`` calls.
+    They distinguish the results of several calls. None are returned unless each of
+    ``number`` calls has an id.
     """
     ids = _WRITTEN_ID.findall(text)
     return ids if len(ids) == number == len(set(ids)) else []

@@ -1,4 +1,4 @@
-"""What bounds a run, and what to change, in sentences. Pure."""
+"""The bottleneck of a run and its remedy, in sentences."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torchrl_sglang.viewer.run import Bar, RunData
 from torchrl_sglang.viewer.timeline import TRAINER
 
 LATELY = 0.5
-"""Share of the run, its last part, that the sentences are about: at least a minute of
-it, and at most ten."""
+"""Share of the run, its last part, for the sentences: at least a minute of it, and at
+most ten."""
 
 SMALL, LARGE = 0.1, 0.25
-"""Shares of the time that are not worth a word, and that are a loss."""
+"""Shares of the time that are negligible, and that are a loss."""
 
 LEAST_ANSWERS = 20
-"""Answers of servers that tell how much of the time they generate: each is of a moment,
-and steps may be as long as the interval between two."""
+"""Least number of server samples for a share of generation: each is of a moment, and
+steps may be as long as the interval between two."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """Shares of the time lately, from 0 to 1."""
+    """Recent shares of the time, from 0 to 1."""
 
     waiting: float
     """The trainer waits for a batch."""
@@ -36,7 +36,7 @@ class Figures:
     idle: float | None
     """Servers have nothing to do, or are paused; ``None``: unknown."""
     queued: float
-    """Requests that wait in servers' queues, for each that runs."""
+    """Queued requests on servers, per running request."""
     environment: bool
     """Most conversations wait for steps, tools or rewards."""
     down: str = ""
@@ -48,7 +48,7 @@ class Figures:
 
 
 def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | None:
-    """Returns the shares of the last part of a run; ``None``: it has too little."""
+    """Returns the shares of the last part of a run; ``None`` if it is too short."""
     servers = [bars for name, bars in lanes.items() if name != TRAINER]
     trainer = lanes.get(TRAINER, ())
     if not trainer or run.ended <= run.began:
@@ -68,9 +68,9 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
 
     idle = [share(lane, "idle", "paused", "updating", "sleeping") for lane in servers]
     answers = sum(event["time"] >= since for event in run.engine)
-    last = run.engine[-1]["servers"] if run.engine else []
-    running = sum(number(each.get("running")) or 0.0 for each in last)
-    waiting = sum(number(each.get("queued")) or 0.0 for each in last)
+    latest = run.engine[-1]["servers"] if run.engine else []
+    running = sum(number(server.get("running")) or 0.0 for server in latest)
+    waiting = sum(number(server.get("queued")) or 0.0 for server in latest)
     collector = run.collector[-1] if run.collector else {}
     lately = collector.get("lately", {})
     conversations = number(lately.get("conversations")) or 0.0
@@ -85,10 +85,10 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
         queued=waiting / running if running else 0.0,
         environment=conversations > 0 and generating < conversations / 2,
         down=", ".join(
-            str(each["url"])
-            for each in last
-            if each.get("state") != "serving"
-            and not str(each.get("state")).startswith("asleep")
+            str(server["url"])
+            for server in latest
+            if server.get("state") != "serving"
+            and not str(server.get("state")).startswith("asleep")
         ),
         max_staleness=bound if isinstance(bound, int) else None,
         servers=len(servers),
@@ -96,7 +96,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
 
 
 def advise(found: Figures | None) -> str:
-    """Says what bounds a run, and what to change.
+    """Returns a run's bottleneck and its remedy.
 
     Examples:
         >>> figures = Figures(
@@ -131,15 +131,15 @@ def advise(found: Figures | None) -> str:
 
 
 def _of_phases(found: Figures, shares: str) -> str:
-    """Says what phase of the trainer takes the most of its time, if one does."""
+    """Returns a sentence on the trainer's largest phase, if there is one."""
     largest = max(
         ("training", "waiting", "sending", "saving"),
         key=lambda name: getattr(found, name),
     )
-    known = found.training + found.waiting + found.sending + found.saving
-    if 1 - known > getattr(found, largest):
+    named = found.training + found.waiting + found.sending + found.saving
+    if 1 - named > getattr(found, largest):
         return (
-            f"What bounds the run is not known: {1 - known:.0%} of the time is in no "
+            f"What bounds the run is not known: {1 - named:.0%} of the time is in no "
             f"phase that has a name here, while {shares}. Put training into with "
             f"recorder.phase('train'), and the rest into 'evaluate' and 'save'."
         )

@@ -1,4 +1,4 @@
-"""How curves and timelines are drawn: specifications of Vega-Lite. Pure.
+"""Specifications of Vega-Lite for curves and timelines.
 
 Colours, fonts and sizes that depend on light or dark are in ``static/page.js``.
 """
@@ -25,7 +25,7 @@ CURVE_PIXELS = 190
 def timeline_spec(
     run: RunData, lanes: Mapping[str, Sequence[Bar]]
 ) -> dict[str, Any] | None:
-    """Returns how the lanes of a run are drawn; ``None`` if it recorded none."""
+    """Returns the specification of a run's lanes; ``None`` if it recorded none."""
     bars = [
         {
             "lane": lane,
@@ -35,8 +35,8 @@ def timeline_spec(
             "seconds": round(bar.ended - bar.began, 4),
             "about": bar.about,
         }
-        for lane, found in lanes.items()
-        for bar in found
+        for lane, bars_of_lane in lanes.items()
+        for bar in bars_of_lane
     ]
     if not bars:
         return None
@@ -90,7 +90,7 @@ def _time_axis(field: str, run: RunData) -> dict[str, Any]:
 
 
 def in_flight_spec(run: RunData) -> dict[str, Any] | None:
-    """Returns the groups in flight of a run; ``None`` if it recorded none."""
+    """Returns the specification of groups in flight; ``None`` if none are recorded."""
     points = [
         {"time": round(time - run.began, 4), "groups": count}
         for time, count in in_flight(run)
@@ -126,7 +126,7 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
 
 
 def _format(values: Sequence[float]) -> str:
-    """Returns a format in which ticks between values are different texts.
+    """Returns a format that distinguishes the ticks between values.
 
     Examples:
         >>> _format([0.1, 0.5]), _format([0.99985, 1.0]), _format([0, 20_000])
@@ -141,7 +141,7 @@ def _format(values: Sequence[float]) -> str:
 
 
 def curve_spec(curve: Curve) -> dict[str, Any]:
-    """Returns how a curve is drawn; of two runs, their lines have other dashes."""
+    """Returns the specification of a curve; dashes distinguish runs."""
     runs = list(dict.fromkeys(point["run"] for point in curve.points))
     kind = ".1~%" if curve.percent else _format([p["y"] for p in curve.points])
     y: dict[str, Any] = {

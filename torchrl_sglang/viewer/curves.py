@@ -1,4 +1,4 @@
-"""Curves of a run: points of figures over steps, batches or time. Pure."""
+"""Curves of a run: points of figures over steps, batches or time."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchrl_sglang.recording.lines import number
 from torchrl_sglang.viewer.run import Group, RunData
 
 MOST_POINTS = 400
-"""Points of a line; more are means of as many that follow each other."""
+"""Points of a line; longer lines are reduced to means of neighbours."""
 
 MOST_OTHERS = 200
-"""Curves of metrics that have no place of their own."""
+"""Most curves of other metrics."""
 
 REPEATED = (
     "batch/reward",
@@ -24,20 +24,20 @@ REPEATED = (
     "batch/truncated",
     "batch/flat_groups",
 )
-"""Metrics of a run of ``GRPO`` that are the means of batches, which have curves."""
+"""Metrics of a run of ``GRPO`` that repeat means of batches with their own curves."""
 
 OF_PARTS = ("engine", "rollout", "staleness", "weights", "gateway", "time")
-"""Panels of metrics that come after all others: what parts did in a step."""
+"""Panels of metrics that come last: activity of components per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Curve:
-    """Lines, or stacked bars, of one figure."""
+    """Lines, or stacked bars, of a figure."""
 
     id: str
     title: str
     about: str
-    """What it is, and what to look for."""
+    """Description of the figure and its interpretation."""
     x: str
     """Name of the horizontal axis."""
     y: str
@@ -51,12 +51,12 @@ class Curve:
 
     @property
     def is_metric(self) -> bool:
-        """Whether it is of a metric that has no place of its own."""
+        """Whether it shows a metric without a curve of its own."""
         return self.id.startswith("metric-")
 
     @property
     def is_constant(self) -> bool:
-        """Whether it is of a metric that has the same value in all steps."""
+        """Whether it shows such a metric with the same value in all steps."""
         if not self.is_metric or len({point["x"] for point in self.points}) < 2:
             return False
         values = [point["y"] for point in self.points]
@@ -66,7 +66,7 @@ class Curve:
 
 @dataclass(kw_only=True, slots=True)
 class _BatchTotals:
-    """The totals of the groups of a batch: all curves take them from one visit."""
+    """Totals of a batch's groups, computed in one pass for all curves."""
 
     groups: int = 0
     responses: int = 0
@@ -76,13 +76,13 @@ class _BatchTotals:
     reward: float = 0.0
     """Sum of the returns."""
     rewarded: int = 0
-    """Responses that have one."""
+    """Number of responses with a return."""
     right: int = 0
-    """Responses with the best one of the run."""
+    """Responses with the best return of the run."""
     flat: int = 0
-    """Groups whose returns are all the same."""
+    """Groups in which all returns are equal."""
     named: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """Name of a reward function -> the sum of its values, and their number."""
+    """Name of a reward function -> sum and number of its values."""
     ages: Counter[int] = field(default_factory=Counter)
     """Age of the oldest token, in weight updates -> groups."""
 
@@ -98,18 +98,18 @@ class _BatchTotals:
         if line.best is not None and line.best == best:
             self.right += line.rewards.count(line.best)
         self.flat += line.best == line.worst
-        for name, (own, count) in line.named.items():
+        for name, (amount, count) in line.named.items():
             total, number = self.named.get(name, (0.0, 0))
-            self.named[name] = total + own, number + count
+            self.named[name] = total + amount, number + count
         if group.age is not None:
             self.ages[group.age] += 1
 
 
 def curves_of(run: RunData) -> list[Curve]:
-    """Returns the curves of which a run has points."""
+    """Returns the curves of a run that have points."""
     best, worst = extremes(run)
     batches = _batches(run, best)
-    found = [
+    curves = [
         _rewards(run, batches),
         _accuracy(batches, differ=best != worst),
         _lengths(batches),
@@ -123,8 +123,8 @@ def curves_of(run: RunData) -> list[Curve]:
         _cache(run),
         _memory(run),
     ]
-    known = {name for curve in found for name in _names(curve)} | {"eval/reward"}
-    return [curve for curve in [*found, *_others(run, known)] if curve.points]
+    shown = {name for curve in curves for name in _names(curve)} | {"eval/reward"}
+    return [curve for curve in [*curves, *_others(run, shown)] if curve.points]
 
 
 def _names(curve: Curve) -> set[str]:
@@ -133,17 +133,17 @@ def _names(curve: Curve) -> set[str]:
 
 def _batches(run: RunData, best: float | None) -> dict[int, _BatchTotals]:
     """Returns the totals of each batch, in order."""
-    found: dict[int, _BatchTotals] = defaultdict(_BatchTotals)
+    totals: dict[int, _BatchTotals] = defaultdict(_BatchTotals)
     for group in run.groups:
         if group.batch is not None:
-            found[group.batch].add(group, best)
-    return dict(sorted(found.items()))
+            totals[group.batch].add(group, best)
+    return dict(sorted(totals.items()))
 
 
 def down_sample(
     points: Sequence[tuple[float, float]], most: int = MOST_POINTS
 ) -> list[tuple[float, float]]:
-    """Returns at most so many points: the means of those that follow each other.
+    """Returns at most ``most`` points: the means of neighbours.
 
     Examples:
         >>> down_sample([(0, 1.0), (1, 3.0), (2, 5.0), (3, 7.0)], 2)
@@ -178,15 +178,15 @@ def _means(
     batches: Mapping[int, _BatchTotals],
     part: Callable[[_BatchTotals], tuple[float, int]],
 ) -> list[tuple[float, float]]:
-    """Returns a mean of each batch, of a sum and a number of what has a value."""
+    """Returns each batch's mean, from a sum and a count of values."""
     parts = [(batch, *part(totals)) for batch, totals in batches.items()]
     return [(float(batch), total / count) for batch, total, count in parts if count]
 
 
 def _rewards(run: RunData, batches: Mapping[int, _BatchTotals]) -> Curve:
-    points = _line("reward", _means(batches, lambda each: (each.reward, each.rewarded)))
+    points = _line("reward", _means(batches, lambda t: (t.reward, t.rewarded)))
     for name in dict.fromkeys(
-        chain.from_iterable(each.named for each in batches.values())
+        chain.from_iterable(totals.named for totals in batches.values())
     ):
 
         def values(batch: _BatchTotals, name: str = name) -> tuple[float, int]:
@@ -398,12 +398,12 @@ def _cache(run: RunData) -> Curve:
 def _memory(run: RunData) -> Curve:
     points = []
     for name, line in (("gpu_allocated", "allocated"), ("gpu_reserved", "reserved")):
-        known = [
+        points_of_line = [
             (event["time"] - run.began, value / 1e9)
             for event in run.engine
             if (value := number(event.get(name))) is not None
         ]
-        points += _line(line, known)
+        points += _line(line, points_of_line)
     return Curve(
         id="memory",
         title="GPU memory of the trainer",
@@ -415,7 +415,7 @@ def _memory(run: RunData) -> Curve:
 
 
 def _names_of_others(run: RunData, known: set[str]) -> list[str]:
-    """Returns metrics that no other curve shows, those of parts at the end."""
+    """Returns the metrics of no other curve, components' metrics last."""
     named = chain.from_iterable(group.line.named for group in run.groups)
     rewards = {f"reward/{name}" for name in set(named)}
     shown = known | rewards | set(REPEATED)
@@ -429,7 +429,7 @@ def _names_of_others(run: RunData, known: set[str]) -> list[str]:
 
 
 def _others(run: RunData, known: set[str]) -> list[Curve]:
-    """Returns curves of metrics that no other one shows."""
+    """Returns curves of the metrics of no other curve."""
     names = _names_of_others(run, known)
     return [
         Curve(

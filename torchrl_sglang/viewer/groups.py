@@ -1,4 +1,4 @@
-"""The table of groups, and the conversations of one. Pure, apart from its file."""
+"""The table of groups, and the conversations of a group."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchrl_sglang.viewer.curves import extremes
 from torchrl_sglang.viewer.run import MALFORMED, Group, RunData
 
 SHOWN_CHARACTERS = 120
-"""Characters of a prompt that the table lists, and that its search looks in."""
+"""Characters of a prompt in the table and its search."""
 
 MOST_ROWS = 20_000
-"""Groups in the table of a page, the newest ones."""
+"""Most groups in the table of a page, the newest ones."""
 
 LONGEST_SHARE = 0.1
-"""Share of the groups that count as the longest, and of those with most mismatch."""
+"""Share of the groups that count as the longest, or as the largest mismatch."""
 
 FILTERS = {
     "wrong": ("All wrong", "every response has the run's worst reward"),
@@ -36,7 +36,7 @@ FILTERS = {
     "mismatch": ("Largest mismatch", "the tenth where log-probs are furthest apart"),
     "tools": ("Tool calls", "a response called tools"),
 }
-"""Name of a filter -> its words, and which groups it shows."""
+"""Name of a filter -> its label and description."""
 
 COLUMNS = (
     "id",
@@ -60,7 +60,7 @@ COLUMNS = (
 
 
 def table_of(run: RunData) -> dict[str, Any]:
-    """Returns the rows of the newest groups, with the filters that show them."""
+    """Returns the rows of the newest groups, with their filters."""
     tags = _Tags(run)
     shown = run.groups[-MOST_ROWS:]
     return {
@@ -103,7 +103,7 @@ _rounded_again = lru_cache(maxsize=1024)(_rounded)
 
 
 class _Tags:
-    """Says which filters show a group."""
+    """Finds the filters of a group."""
 
     def __init__(self, run: RunData) -> None:
         self._best, self._worst = extremes(run)
@@ -139,16 +139,16 @@ def _largest(values: Mapping[str, float]) -> set[str]:
 
 
 def counts_of(table: Mapping[str, Any]) -> dict[str, int]:
-    """Returns how many rows each filter shows."""
-    found = Counter(tag for row in table["rows"] for tag in row[-1])
-    return {name: found[name] for name in FILTERS}
+    """Returns the number of rows of each filter."""
+    counter = Counter(tag for row in table["rows"] for tag in row[-1])
+    return {name: counter[name] for name in FILTERS}
 
 
 def choose(run: RunData, most_bytes: int) -> list[Group]:
-    """Returns groups whose conversations a file has room for.
+    """Returns groups whose conversations fit into a file.
 
-    The newest thirty, the ten of each filter that are the newest, and as many of the
-    rest, evenly spread over the run, as fit.
+    The newest thirty, the newest ten of each filter, and as many others as fit, evenly
+    spread over the run.
     """
     tags = _Tags(run)
     with_texts = [group for group in run.groups if group.line.texts]
@@ -161,22 +161,22 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
                 chosen[place] = None
     stride = max(len(with_texts) // 400, 1)
     chosen |= dict.fromkeys(range(0, len(with_texts), stride))
-    found, size = list[Group](), 0
+    groups, size = list[Group](), 0
     for place in chosen:
         group = with_texts[place]
         # Text, log-probs and versions of a token, as JSON.
         size += 40 * group.tokens + 2_000
-        if size > most_bytes and found:
+        if size > most_bytes and groups:
             break
-        found.append(group)
-    return found
+        groups.append(group)
+    return groups
 
 
 def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | None:
     """Returns the conversations of a group with their tokens.
 
     Returns:
-        ``None`` if they were not recorded, made room for newer ones, or are damaged.
+        ``None`` if they were not recorded, were replaced by newer ones, or are damaged.
     """
     texts = recording.read_texts(group.line.texts)
     if texts is None:
@@ -191,7 +191,7 @@ def _conversations(
     recording: Recording, group: Group, texts: Mapping[str, Any]
 ) -> dict[str, Any]:
     scores = _scores(recording, group)
-    found = []
+    responses = []
     for line, text in zip(group.responses, texts["responses"], strict=False):
         keys = line.keys
         advantage = next(
@@ -199,7 +199,7 @@ def _conversations(
         )
         turns = text["turns"]
         of_turns = _scores_of_turns(turns, [scores.get(key) for key in keys])
-        found.append(
+        responses.append(
             {
                 "reward": number(line.reward),
                 "rewards": line.rewards,
@@ -208,30 +208,30 @@ def _conversations(
                 "cut": line.cut,
                 "end": line.end,
                 "turns": [
-                    _turn(turn, recording.pieces, known)
-                    for turn, known in zip(turns, of_turns, strict=True)
+                    _turn(turn, recording.pieces, scores_of_turn)
+                    for turn, scores_of_turn in zip(turns, of_turns, strict=True)
                 ],
                 "after": text.get("after", []),
             }
         )
-    return {"id": group.id, "responses": found}
+    return {"id": group.id, "responses": responses}
 
 
 def _scores(recording: Recording, group: Group) -> dict[str, list[float | None]]:
-    """Returns the trainer's log-probs of each row of a group that were recorded."""
-    found: dict[str, list[float | None]] = {}
+    """Returns the recorded trainer's log-probs of each row of a group."""
+    by_row: dict[str, list[float | None]] = {}
     for key, place in group.scores.items():
         line = recording.read_texts(place)
         packed = (line or {}).get("scores", {}).get(key)
         if isinstance(packed, str):
-            found[key] = _floats(packed)
-    return found
+            by_row[key] = _floats(packed)
+    return by_row
 
 
 def _scores_of_turns(
     turns: Sequence[Mapping[str, Any]], rows: Sequence[list[float | None] | None]
 ) -> list[list[float | None] | None]:
-    """Returns the log-probs of each turn, where a turn is a row of its own."""
+    """Returns the log-probs of each turn, if turns are separate rows."""
     if len(turns) != len(rows):
         return [None] * len(turns)
     return [
@@ -242,17 +242,17 @@ def _scores_of_turns(
 
 def _floats(packed: str) -> list[float | None]:
     try:
-        return [_rounded(number(each)) for each in unpack(packed, "f4").tolist()]
+        return [_rounded(number(value)) for value in unpack(packed, "f4").tolist()]
     except ValueError:
         return []
 
 
 def _write_calls(calls: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a line for each call of a tool: its name and its arguments."""
+    """Returns a line for each tool call: its name and its arguments."""
     called = (call.get("function", call) for call in calls)
     return "\n".join(
-        f"{each.get('name')} {json.dumps(each.get('arguments'), ensure_ascii=False)}"
-        for each in called
+        f"{call.get('name')} {json.dumps(call.get('arguments'), ensure_ascii=False)}"
+        for call in called
     )
 
 
@@ -284,7 +284,7 @@ def _turn(
         "count": count,
         "prompt_tokens": turn.get("prompt_tokens"),
         "cached": turn.get("cached"),
-        "pieces": [pieces.get(each, f"<{each}>") for each in ids],
+        "pieces": [pieces.get(i, f"<{i}>") for i in ids],
         "ids": ids,
         "log_probs": _floats(turn["log_probs"]) if "log_probs" in turn else None,
         "trainer": trainer,

@@ -20,8 +20,8 @@ PACKAGE = "vl-convert-python"
 def library() -> str:
     """Returns Vega, Vega-Lite and Vega-Embed as one script, without a network.
 
-    The package puts it together of its parts, which takes seconds: it is kept in a
-    folder for temporary files that only this user can write to.
+    The package bundles it in seconds, so it is cached in a folder for temporary files
+    that only this user can write to.
 
     Raises:
         ConfigurationError: if the package is not installed.
@@ -33,37 +33,37 @@ def library() -> str:
             f"The viewer draws with Vega-Lite, which the package {PACKAGE} ships; "
             f"install torchrl-sglang[viewer]."
         ) from error
-    kept = _kept_at()
-    if kept is not None:
+    cached = _kept_at()
+    if cached is not None:
         with suppress(OSError, UnicodeDecodeError):
-            found = kept.read_text(encoding="utf-8")
-            if found.endswith(END):
-                return found
-    # Its types say that it needs an argument, and its documentation that it does not.
+            content = cached.read_text(encoding="utf-8")
+            if content.endswith(END):
+                return content
+    # Its types require an argument, and its documentation does not.
     bundle: Any = vl_convert.javascript_bundle
-    # Nothing in it may end the element that it stands in.
+    # Nothing in it may close its element.
     script = str(bundle()).replace("</script", "<\\/script") + END
-    if kept is not None:
+    if cached is not None:
         with suppress(OSError):
-            partial = kept.with_suffix(f".{os.getpid()}.partial")
+            partial = cached.with_suffix(f".{os.getpid()}.partial")
             partial.write_text(script, encoding="utf-8")
-            partial.replace(kept)
+            partial.replace(cached)
     return script
 
 
 END = "\n// The end of the library.\n"
-"""Says that a kept script is whole."""
+"""Marks a complete cached script."""
 
 
 def _kept_at() -> Path | None:
-    """Returns where the script is kept; ``None`` if others could write there."""
+    """Returns the path of the cached script; ``None`` if others could write there."""
     folder = Path(tempfile.gettempdir()) / f"torchrl_sglang-viewer-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError:
         return None
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    if not is_own or found.st_mode & 0o022:
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid()
+    if not is_own or status.st_mode & 0o022:
         return None
     return folder / f"vega-{version(PACKAGE)}.js"

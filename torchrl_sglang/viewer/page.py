@@ -1,4 +1,4 @@
-"""One page of one or two runs, as data and as a self-contained HTML file."""
+"""Page of one or two runs, as data and as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from torchrl_sglang.viewer.run import RunData, read_run
 from torchrl_sglang.viewer.timeline import lanes
 
 MOST_BYTES = 8_000_000
-"""Conversations that a file has, in bytes of the page, of all runs together."""
+"""Size of all runs' conversations in a file, in bytes of the page."""
 
 TABLE_ROWS = 200
-"""Rows of the table of numbers under a chart, the last ones."""
+"""Most rows of the table of numbers under a chart, the last ones."""
 
 
 def names_of(recordings: Sequence[Recording]) -> list[str]:
-    """Returns a name for each run, none of them twice."""
-    names = [each.folder.name for each in recordings]
+    """Returns a unique name for each run."""
+    names = [recording.folder.name for recording in recordings]
     if "record" in names:
         names = [
-            each.folder.parent.name if name == "record" else name
-            for each, name in zip(recordings, names, strict=True)
+            recording.folder.parent.name if name == "record" else name
+            for recording, name in zip(recordings, names, strict=True)
         ]
     if len(set(names)) < len(names):
-        names = [str(each.folder) for each in recordings]
-    # A name of a folder may have bytes that are no text.
+        names = [str(recording.folder) for recording in recordings]
+    # A folder's name may have bytes that are not text.
     return [os.fsencode(name).decode("utf-8", "replace") for name in names]
 
 
@@ -56,22 +56,22 @@ def title_of(names: Sequence[str]) -> str:
 
 
 def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
-    """Returns the runs of recordings, each with a name of its own."""
+    """Returns the runs of recordings under unique names."""
     names = names_of(recordings)
-    return [read_run(each, name) for each, name in zip(recordings, names, strict=True)]
+    return [read_run(r, n) for r, n in zip(recordings, names, strict=True)]
 
 
 def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
-    """Returns all that a page shows, but for the conversations of groups."""
+    """Returns the content of a page, without the conversations of groups."""
     with collect_garbage_afterwards():
         merged = merge(runs)
-        same = [curve for curve in merged if curve.is_constant]
+        constant = [curve for curve in merged if curve.is_constant]
         return {
             "title": title_of([run.name for run in runs]),
             "filters": [[name, *words] for name, words in FILTERS.items()],
             "runs": [_run(run, now) for run in runs],
             "curves": [_curve(curve) for curve in merged if not curve.is_constant],
-            "constants": [[curve.title, curve.points[-1]["y"]] for curve in same],
+            "constants": [[curve.title, curve.points[-1]["y"]] for curve in constant],
         }
 
 
@@ -128,21 +128,21 @@ def _duration(seconds: float) -> str:
 
 
 def merge(runs: Sequence[RunData]) -> list[Curve]:
-    """Returns the curves of all runs, those of the same figure in one."""
-    found: dict[tuple[str, str], Curve] = {}
+    """Returns the curves of all runs, one per figure."""
+    curves: dict[tuple[str, str], Curve] = {}
     for run in runs:
         for curve in curves_of(run):
             is_metric = curve.is_metric
-            # Metrics have other numbers in another run, and any name.
+            # Numbers of metrics differ between runs, and names are arbitrary.
             key = ("metric", curve.title) if is_metric else ("", curve.id)
             points = [{**point, "run": run.name} for point in curve.points]
-            known = found.get(key)
-            if known is not None:
-                points = [*map(dict, known.points), *points]
+            merged = curves.get(key)
+            if merged is not None:
+                points = [*map(dict, merged.points), *points]
             elif is_metric:
-                known = replace(curve, id=f"metric-{len(found)}")
-            found[key] = replace(known or curve, points=points)
-    return list(found.values())
+                merged = replace(curve, id=f"metric-{len(curves)}")
+            curves[key] = replace(merged or curve, points=points)
+    return list(curves.values())
 
 
 def _curve(curve: Curve) -> dict[str, Any]:
@@ -166,10 +166,9 @@ def page_html(title: str, data: str) -> str:
     """Returns the page.
 
     Args:
-        title: of the page.
-        data: of :func:`page_data`, by :func:`as_script`, with ``conversations``: those
-            of groups, by run and number. Empty for the page of a server, which it asks
-            for all of it.
+        title: title of the page.
+        data: :func:`page_data` with ``conversations`` of groups, by run and number, as
+            :func:`as_script`. Empty for the page of a server, which it queries.
 
     Raises:
         ConfigurationError: if the plotting library is not installed.
@@ -183,40 +182,40 @@ def page_html(title: str, data: str) -> str:
     }
     page = _static("page.html")
     for name, text in parts.items():
-        before, mark, after = page.partition(f"<!--{name}-->")
+        head, mark, tail = page.partition(f"<!--{name}-->")
         assert mark, name
-        page = f"{before}{text}{after}"
+        page = f"{head}{text}{tail}"
     return page
 
 
 def self_contained(recordings: Sequence[Recording], *, now: float) -> str:
-    """Returns a page that needs no server: with the conversations of some groups."""
+    """Returns a page that needs no server, with the conversations of some groups."""
     runs = read_runs(recordings)
-    found: dict[str, Any] = {}
+    conversations: dict[str, Any] = {}
     for place, (recording, run) in enumerate(zip(recordings, runs, strict=True)):
         for group in choose(run, MOST_BYTES // len(runs)):
             texts = conversations_of(recording, group)
             if texts is not None:
-                found[f"{place}/{group.id}"] = texts
+                conversations[f"{place}/{group.id}"] = texts
     data = page_data(runs, now=now)
-    for each in data["runs"]:
-        # Nothing follows it any more.
-        each["live"] = False
-    return page_html(data["title"], as_script({**data, "conversations": found}))
+    for run_of_page in data["runs"]:
+        # Nothing updates it.
+        run_of_page["live"] = False
+    return page_html(data["title"], as_script({**data, "conversations": conversations}))
 
 
 def as_script(value: Any) -> str:
-    """Returns a value as JSON that can stand in a ``<script>``.
+    """Returns a value as JSON for a ``<script>``.
 
-    Numbers that JSON has no form for are ``null``.
+    Numbers without a JSON form are ``null``.
     """
     try:
         text = msgspec.json.encode(value).decode()
     except UnicodeEncodeError:
-        # Half of a character, which somebody has written to a line.
+        # An incomplete character, from an edited line.
         finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
         text = json.dumps(finite)
-    # Neither tags nor comments of HTML can begin in it.
+    # It must not begin tags or comments of HTML.
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028")
 
 

@@ -1,4 +1,4 @@
-"""A recorded run: its groups, phases, weight updates, servers and metrics. Pure."""
+"""A recorded run: its groups, phases, weight updates, servers and metrics."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.viewer.writers import Writers, in_order, time_of
 
 LIVE_SECONDS = 15.0
-"""A run that has recorded nothing for so long has ended, or was killed."""
+"""Time without a new line after which a run has ended, or was killed."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What a line raises that is not as it should be: somebody has changed it."""
+"""Errors of a malformed line, such as after an edit."""
 
 
 class Group(msgspec.Struct, kw_only=True, gc=False, eq=False):
     """A group of responses to a prompt."""
 
     id: str
-    """Number of the group, and of its writer unless that is the first."""
+    """Number of the group, with its writer unless that is the first."""
     line: GroupLine
     """Its line in the recording."""
     status: str
     """``"complete"``, ``"trained"``, ``"filtered"`` or ``"stale"``."""
     batch: int | None = None
-    """Number of the batch that took it, over all writers."""
+    """Number of its batch, over all writers."""
     age: int | None = None
-    """Weight updates between its oldest token and that batch."""
+    """Weight updates between its oldest token and its batch."""
     advantages: dict[str, float] = {}
     """Key of a row -> its advantage."""
     gaps: dict[str, float] = {}
-    """Key of a row -> how far the trainer's log-probs are from the engine's at most."""
+    """Key of a row -> largest difference between trainer's and engine's log-probs."""
     scores: dict[str, Any] = {}
-    """Key of a row -> where the trainer's log-probs are."""
+    """Key of a row -> position of the trainer's log-probs."""
 
     @property
     def ended(self) -> float:
-        """When it ended, in seconds since the epoch."""
+        """End of the group, in seconds since the epoch."""
         return self.line.ended
 
     @property
     def rewards(self) -> list[float]:
-        """Returns of its responses, where they have one."""
+        """Returns of its responses, without missing ones."""
         return self.line.rewards
 
     @property
@@ -58,19 +58,19 @@ class Group(msgspec.Struct, kw_only=True, gc=False, eq=False):
 
     @property
     def responses(self) -> Sequence[ResponseLine]:
-        """Lines of its responses, which are made again each time."""
+        """Lines of its responses, decoded at each access."""
         return self.line.responses
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Something that lasted; a long run has a hundred thousand."""
+    """An interval; a long run has a hundred thousand."""
 
     name: str
     began: float
     """Seconds since the epoch."""
     ended: float
     about: str = ""
-    """What a reader is told of it."""
+    """Description for a reader."""
 
 
 @dataclass(kw_only=True)
@@ -83,29 +83,29 @@ class RunData:
     ended: float = -math.inf
     """Time of the last line."""
     resumed: float = -math.inf
-    """When it last went on after all that was before had ended."""
+    """Time of the last resumption, after everything before had ended."""
     groups: list[Group] = field(default_factory=list)
     phases: list[Bar] = field(default_factory=list)
     """Of the trainer; ``"wait"``: it waits for a batch."""
     updates: list[Mapping[str, Any]] = field(default_factory=list)
-    """Events of weight updates; ``time`` is that of their end."""
+    """Events of weight updates; ``time`` is the time of their end."""
     engine: list[Mapping[str, Any]] = field(default_factory=list)
-    """Answers of the engine."""
+    """Samples of the engine."""
     collector: list[Mapping[str, Any]] = field(default_factory=list)
-    """Answers of the collector."""
+    """Samples of the collector."""
     batches: list[Mapping[str, Any]] = field(default_factory=list)
-    """Events of batches that were taken."""
+    """Events of batches."""
     running: list[tuple[float, int]] = field(default_factory=list)
-    """Changes of the number of groups that run: time and difference."""
+    """Changes of the number of running groups: time and difference."""
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
     """Name -> step -> value."""
     failures: list[str] = field(default_factory=list)
     """Errors of groups."""
     notes: list[str] = field(default_factory=list)
-    """Sentences on what is not in the recording, or could not be read."""
+    """Sentences on missing or unreadable parts of the recording."""
 
     def is_live(self, now: float) -> bool:
-        """Returns whether the run seems to go on."""
+        """Returns whether the run seems to be live."""
         return now - self.ended < LIVE_SECONDS
 
 
@@ -130,8 +130,8 @@ def _notes(recording: Recording) -> list[str]:
         notes.append(f"The last line of {names} is cut off, and not shown.")
     shown = [
         text
-        for text, told in (("prompts", "prompts"), ("responses", "responses"))
-        if recording.manifest.get(told) is False
+        for text, key in (("prompts", "prompts"), ("responses", "responses"))
+        if recording.manifest.get(key) is False
     ]
     if shown:
         notes.append(f"The run was recorded without its {' and '.join(shown)}.")
@@ -157,7 +157,7 @@ class _Assembly:
         self._handlers = {}
 
     def add_all(self, recording: Recording) -> None:
-        """Adds all lines; those that are not as they should be are left out."""
+        """Adds all lines, except malformed ones."""
         malformed = recording.malformed
         if len(recording.writers) > 1:
             names = sorted({line.writer for line in recording.groups})
@@ -208,7 +208,7 @@ class _Assembly:
         self._count(line.ended, -1, line.writer)
 
     def _count(self, time: float, change: int, writer: str) -> None:
-        """More groups run, or fewer."""
+        """Changes the number of running groups."""
         self._run.running.append((time, change))
         if self._writers is not None:
             self._writers.see(writer, time, change)
@@ -249,8 +249,8 @@ class _Assembly:
         # Each collector numbers its batches from 1.
         number = self._batch = max(int(event["number"]), self._batch + 1)
         self._run.batches.append(event)
-        for each in event["ids"]:
-            group = self._known.get((event["writer"], each))
+        for number_of_group in event["ids"]:
+            group = self._known.get((event["writer"], number_of_group))
             if group is None:
                 continue
             group.batch, group.status = number, "taken"
@@ -282,34 +282,34 @@ class _Assembly:
     def _newest(self, key: str, time: float) -> Sequence[Group]:
         """Returns the newest group with a row that was complete at a time.
 
-        Groups of a batch may have the same prompt and tokens; they are all meant.
+        Groups of a batch may have the same prompt and tokens; then all are returned.
         """
         if key in self._again:
-            found = [group for group in self._again[key] if group.ended <= time]
-            last = max([each.batch or 0 for each in found], default=0)
-            # What waits to be taken is not meant.
-            return [each for each in found if each.batch == last] or found[-1:]
+            groups = [group for group in self._again[key] if group.ended <= time]
+            batch = max([group.batch or 0 for group in groups], default=0)
+            # Groups without a batch do not count.
+            return [group for group in groups if group.batch == batch] or groups[-1:]
         group = self._by_key.get(key)
         return [] if group is None else [group]
 
     def _on_phase(self, event: Mapping[str, Any], time: float) -> None:
-        began, ended = map(number, event["span"])
-        if began is None or ended is None:
+        start, end = map(number, event["span"])
+        if start is None or end is None:
             raise ValueError("It has no times.")
-        self._see(began)
+        self._see(start)
         name = str(event["name"])
-        self._run.phases.append(Bar(name=name, began=began, ended=ended))
+        self._run.phases.append(Bar(name=name, began=start, ended=end))
 
     def _on_update(self, event: Mapping[str, Any], time: float) -> None:
         phases = event.get("phases") or {}
-        known = {
+        fields = {
             "version": int(event["version"]),
             "seconds": float(event.get("seconds", 0.0)),
             "bytes": int(event.get("bytes") or 0),
             "transport": str(event.get("transport", "")),
             "phases": {name: float(seconds) for name, seconds in phases.items()},
         }
-        self._run.updates.append({**event, **known, "time": time})
+        self._run.updates.append({**event, **fields, "time": time})
 
     def _on_engine(self, event: Mapping[str, Any], time: float) -> None:
         _ = [server["url"] for server in event["servers"]]
@@ -322,19 +322,19 @@ class _Assembly:
     def _on_metrics(self, event: Mapping[str, Any], time: float) -> None:
         for name, value in event["values"].items():
             of_steps = self._run.metrics.setdefault(str(name), {})
-            step, known = event.get("step"), number(value)
-            if known is not None:
-                of_steps[len(of_steps) if step is None else int(step)] = known
+            step, amount = event.get("step"), number(value)
+            if amount is not None:
+                of_steps[len(of_steps) if step is None else int(step)] = amount
 
     def _on_step(self, event: Mapping[str, Any], time: float) -> None:
-        """A run goes on after a step: what a killed one did later is done again."""
+        """Records a resumption: steps of a killed run after this step are repeated."""
         if self._run.batches:
             self._run.notes.append(
                 f"The run went on after step {int(event['step'])}: batches that it "
                 f"had taken later are shown, too."
             )
         for of_steps in self._run.metrics.values():
-            for later in [each for each in of_steps if each > event["step"]]:
+            for later in [step for step in of_steps if step > event["step"]]:
                 del of_steps[later]
 
     def _on_lost(self, event: Mapping[str, Any], time: float) -> None:
@@ -346,4 +346,4 @@ class _Assembly:
 
 def find_group(groups: Iterable[Group], id_: str) -> Group | None:
     """Returns a group by its number."""
-    return next((each for each in groups if each.id == id_), None)
+    return next((group for group in groups if group.id == id_), None)

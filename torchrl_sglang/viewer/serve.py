@@ -1,4 +1,4 @@
-"""Serves the page of runs on this machine, and follows those that go on."""
+"""Serves the page of runs on this machine, and follows live runs."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from torchrl_sglang.viewer.page import (
 from torchrl_sglang.viewer.run import RunData, find_group
 
 MOST_BUSY = 0.1
-"""Share of its time that a viewer reads and puts pages together: what it follows runs
-on the same machine."""
+"""Largest share of its time that a viewer reads and builds pages: the run uses the same
+machine."""
 
 HOST = "127.0.0.1"
-"""Pages hold prompts and responses: they are for users of this machine."""
+"""Pages contain prompts and responses: they are for users of this machine."""
 
 
 class Viewer:
-    """Answers with what recordings hold now.
+    """Provides the current content of recordings.
 
     Args:
-        recordings: of the runs, in the order of the page.
+        recordings: recordings of the runs, in the order of the page.
     """
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
@@ -51,7 +51,7 @@ class Viewer:
         self._next_at = 0.0
 
     def page(self) -> str:
-        """Returns the page, which a browser reads while its data is put together."""
+        """Returns the page, which a browser parses while its data is built."""
         return self._page
 
     def data(self) -> tuple[str, str]:
@@ -70,22 +70,22 @@ class Viewer:
             group = find_group(self._runs[run].groups, name)
             if group is None:
                 return None
-            found = conversations_of(self._recordings[run], group)
-            return None if found is None else as_script(found)
+            conversations = conversations_of(self._recordings[run], group)
+            return None if conversations is None else as_script(conversations)
 
     def _refresh(self) -> None:
-        """Reads what was added; a run that ends looks different, too."""
-        began = time.monotonic()
-        if self._data and began < self._next_at:
+        """Reads new lines; the end of a run changes the page, too."""
+        start = time.monotonic()
+        if self._data and start < self._next_at:
             return
-        changed = [each.refresh() for each in self._recordings]
+        changed = [recording.refresh() for recording in self._recordings]
         was_live = any(run.is_live(self._made_at) for run in self._runs)
         now = time.time()
         ends = was_live and not any(run.is_live(now) for run in self._runs)
         if not self._data or any(changed) or ends:
             self._make(now)
-            took = time.monotonic() - began
-            self._next_at = began + took / MOST_BUSY
+            took = time.monotonic() - start
+            self._next_at = start + took / MOST_BUSY
 
     def _make(self, now: float) -> None:
         self._runs = read_runs(self._recordings)
@@ -99,12 +99,12 @@ class Viewer:
 class ViewerServer(ThreadingHTTPServer):
     """Serves a page on this machine, with a thread for each connection.
 
-    It is one of the standard library, as importing a larger one takes as long as
+    Based on the standard library, as the import of a larger server takes as long as
     reading a run of ten thousand responses.
 
     Args:
-        viewer: knows what to answer.
-        port: to listen on; 0: a free one.
+        viewer: provides the content.
+        port: port to listen on; 0: a free port.
 
     Raises:
         OSError: if the port cannot be used.
@@ -117,7 +117,7 @@ class ViewerServer(ThreadingHTTPServer):
         self.viewer = viewer
 
     def server_bind(self) -> None:
-        """Listens, without asking the network for the name of this machine."""
+        """Listens, without a network lookup of this machine's name."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
@@ -135,15 +135,15 @@ class _PageHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     # Each connection has a thread.
     timeout = 60.0
-    # What follows a header is sent at once.
+    # Data after a header is sent at once.
     disable_nagle_algorithm = True
 
     def log_message(self, *_: object) -> None:
-        """Tells nothing of requests."""
+        """Does not log requests."""
 
     def do_GET(self) -> None:
         """Answers a request."""
-        # A browser that is closed, or was told to go elsewhere, hears no answer.
+        # A closed or redirected browser does not receive the response.
         with suppress(ConnectionError):
             try:
                 self._answer()
@@ -159,7 +159,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
         path = urlsplit(self.path).path
         if host not in (HOST, "localhost", "::1"):
-            # A page of another site whose name leads here.
+            # A page of another site whose name resolves to this machine.
             text = f"This viewer is not at {host}."
             self._send(text, status=HTTPStatus.FORBIDDEN)
         elif path == "/":
@@ -170,8 +170,8 @@ class _PageHandler(BaseHTTPRequestHandler):
                 self._send("", status=HTTPStatus.NOT_MODIFIED)
             else:
                 self._send(text, "application/json")
-        elif found := _GROUP.fullmatch(path):
-            self._send_group(int(found[1]), unquote(found[2]))
+        elif match := _GROUP.fullmatch(path):
+            self._send_group(int(match[1]), unquote(match[2]))
         else:
             self._send("There is no such page.", status=HTTPStatus.NOT_FOUND)
 
@@ -212,6 +212,6 @@ def serve(viewer: Viewer, port: int, *, ready: Callable[[str], None]) -> None:
 
 
 def _read(viewer: Viewer) -> None:
-    # What fails is told when the browser asks.
+    # Errors appear at the browser's request.
     with suppress(Exception):
         viewer.data()

@@ -1,4 +1,4 @@
-"""Lanes of a timeline: what servers and trainer did, and when. Pure."""
+"""Lanes of a timeline: states of servers and trainer over time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from torchrl_sglang.viewer.run import Bar, RunData
 
 MOST_BARS = 1_500
-"""Bars of a lane; more are put together."""
+"""Most bars of a lane; shorter ones are merged."""
 
 GAP = 5.0
-"""An answer of a server holds for so many intervals, if no other follows."""
+"""Number of intervals that a server's sample remains valid without a successor."""
 
 SAME = 1e-6
-"""Bars that are not further apart, in seconds, follow each other."""
+"""Gap in seconds up to which bars are consecutive."""
 
 PAUSING = ("pause", "flush", "resume")
-"""Phases of a weight update in which servers wait; they load in the others."""
+"""Phases of a weight update in which servers wait; in the others they load."""
 
 STATES = (
     "generating",
@@ -35,7 +35,7 @@ STATES = (
     "saving",
     "other",
 )
-"""What lanes show, in the order of the legend."""
+"""States of lanes, in the order of the legend."""
 
 OF_PHASE = {
     "wait": "waiting",
@@ -52,10 +52,10 @@ TRAINER = "trainer"
 def lanes(run: RunData) -> dict[str, list[Bar]]:
     """Returns the bars of each lane: servers first, then the trainer."""
     updates = update_spans(run)
-    found: dict[str, list[Bar]] = {}
+    lanes_by_name: dict[str, list[Bar]] = {}
     for name, bars in server_spans(run).items():
-        found[name] = thin(override(bars, updates))
-    sent = [
+        lanes_by_name[name] = thin(override(bars, updates))
+    sends = [
         Bar(
             name="sending",
             began=event["time"] - event.get("seconds", 0.0),
@@ -73,14 +73,14 @@ def lanes(run: RunData) -> dict[str, list[Bar]]:
         )
         for phase in run.phases
     ]
-    if trainer or sent:
+    if trainer or sends:
         trainer.sort(key=lambda bar: bar.began)
-        found[TRAINER] = thin(override(trainer, sent))
-    return found
+        lanes_by_name[TRAINER] = thin(override(trainer, sends))
+    return lanes_by_name
 
 
 def about_update(event: Any) -> str:
-    """Returns what a reader is told of a weight update."""
+    """Returns the description of a weight update."""
     parts = ", ".join(
         f"{name} {seconds:.3f} s" for name, seconds in event.get("phases", {}).items()
     )
@@ -90,51 +90,51 @@ def about_update(event: Any) -> str:
 
 
 def update_spans(run: RunData) -> list[Bar]:
-    """Returns what each weight update did to servers, phase after phase."""
-    found = []
+    """Returns the states of servers during weight updates, by phase."""
+    bars = []
     for event in run.updates:
         phases = event.get("phases") or {}
-        began = event["time"] - event.get("seconds", 0.0)
+        start = event["time"] - event.get("seconds", 0.0)
         if not phases:
             phases = {"send": event.get("seconds", 0.0)}
         if event.get("transport") == "lora":
-            # Beside the served weights, while servers generate.
+            # Loaded beside the served weights, while servers generate.
             continue
         for name, seconds in phases.items():
             state = "paused" if name in PAUSING else "updating"
-            ended = began + seconds
+            end = start + seconds
             about = f"{name} of version {event.get('version')}"
-            found.append(Bar(name=state, began=began, ended=ended, about=about))
-            began = ended
-    return found
+            bars.append(Bar(name=state, began=start, ended=end, about=about))
+            start = end
+    return bars
 
 
 def server_spans(run: RunData) -> dict[str, list[Bar]]:
-    """Returns what each server said that it does, until the next answer.
+    """Returns the states of each server, from sample to sample.
 
-    Equal answers that follow each other are one bar.
+    Equal consecutive samples form one bar.
     """
     times = [event["time"] for event in run.engine]
-    steps = sorted(after - before for before, after in pairwise(times))
+    steps = sorted(later - earlier for earlier, later in pairwise(times))
     usual = steps[len(steps) // 2] if steps else 1.0
-    found: dict[str, list[Bar]] = defaultdict(list)
-    # Of each server: state, words, beginning and end of the bar that goes on.
-    last: dict[int, tuple[str, str, float, float]] = {}
+    bars: dict[str, list[Bar]] = defaultdict(list)
+    # Of each server: state, description, begin and end of the current bar.
+    open_bars: dict[int, tuple[str, str, float, float]] = {}
     for event, following in zip(run.engine, [*times[1:], run.ended], strict=False):
-        began = event["time"]
-        ended = max(min(following, began + GAP * usual), began)
+        start = event["time"]
+        end = max(min(following, start + GAP * usual), start)
         for rank, server in enumerate(event["servers"]):
             state, about = state_of(server), about_server(server)
-            known = last.get(rank)
-            if known is not None:
-                if known[:2] == (state, about) and began <= known[3] + SAME:
-                    last[rank] = (state, about, known[2], max(known[3], ended))
+            open_bar = open_bars.get(rank)
+            if open_bar is not None:
+                if open_bar[:2] == (state, about) and start <= open_bar[3] + SAME:
+                    open_bars[rank] = (state, about, open_bar[2], max(open_bar[3], end))
                     continue
-                found[f"server {rank}"].append(_bar(*known))
-            last[rank] = (state, about, began, ended)
-    for rank, known in last.items():
-        found[f"server {rank}"].append(_bar(*known))
-    return dict(found)
+                bars[f"server {rank}"].append(_bar(*open_bar))
+            open_bars[rank] = (state, about, start, end)
+    for rank, open_bar in open_bars.items():
+        bars[f"server {rank}"].append(_bar(*open_bar))
+    return dict(bars)
 
 
 def _bar(name: str, about: str, began: float, ended: float) -> Bar:
@@ -142,7 +142,7 @@ def _bar(name: str, about: str, began: float, ended: float) -> Bar:
 
 
 def state_of(server: Any) -> str:
-    """Returns the state of a server, as it answered."""
+    """Returns the state of a server in a sample."""
     state = str(server.get("state", ""))
     if state.startswith("asleep"):
         return "sleeping"
@@ -152,52 +152,52 @@ def state_of(server: Any) -> str:
 
 
 def about_server(server: Any) -> str:
-    """Returns what a reader is told of a server."""
+    """Returns the description of a server."""
     state = str(server.get("state", ""))
     shown = "" if state == "serving" else f" ({state})"
     return f"{server['url']}{shown}"
 
 
 def join(bars: Iterable[Bar]) -> list[Bar]:
-    """Puts bars of the same state together that follow each other."""
-    found: list[Bar] = []
+    """Merges consecutive bars of the same state."""
+    joined: list[Bar] = []
     for bar in bars:
-        last = found[-1] if found else None
+        previous = joined[-1] if joined else None
         if (
-            last is not None
-            and (last.name, last.about) == (bar.name, bar.about)
-            and bar.began <= last.ended + SAME
+            previous is not None
+            and (previous.name, previous.about) == (bar.name, bar.about)
+            and bar.began <= previous.ended + SAME
         ):
-            ended = max(last.ended, bar.ended)
-            found[-1] = Bar(
-                name=bar.name, began=last.began, ended=ended, about=bar.about
+            end = max(previous.ended, bar.ended)
+            joined[-1] = Bar(
+                name=bar.name, began=previous.began, ended=end, about=bar.about
             )
         else:
-            found.append(bar)
-    return found
+            joined.append(bar)
+    return joined
 
 
 def override(bars: Sequence[Bar], others: Sequence[Bar]) -> list[Bar]:
-    """Returns bars with others in their place, where there are some.
+    """Returns bars with others in their place, if there are some.
 
-    Both are in the order of time, and those of one kind do not overlap.
+    Both are in the order of time, without overlaps within a kind.
     """
-    found: list[Bar] = []
+    parts: list[Bar] = []
     others = sorted(others, key=lambda bar: bar.began)
     first = 0
     for bar in bars:
-        began = bar.began
-        while first < len(others) and others[first].ended <= began:
+        start = bar.began
+        while first < len(others) and others[first].ended <= start:
             first += 1
         place = first
         while place < len(others) and (other := others[place]).began < bar.ended:
             place += 1
-            if other.began > began:
-                found.append(_part(bar, began, other.began))
-            began = max(began, other.ended)
-        if began < bar.ended:
-            found.append(_part(bar, began, bar.ended))
-    return sorted([*found, *others], key=lambda bar: bar.began)
+            if other.began > start:
+                parts.append(_part(bar, start, other.began))
+            start = max(start, other.ended)
+        if start < bar.ended:
+            parts.append(_part(bar, start, bar.ended))
+    return sorted([*parts, *others], key=lambda bar: bar.began)
 
 
 def _part(bar: Bar, began: float, ended: float) -> Bar:
@@ -205,7 +205,7 @@ def _part(bar: Bar, began: float, ended: float) -> Bar:
 
 
 def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
-    """Returns at most so many bars: each time has the state that it had the longest.
+    """Returns at most ``most`` bars: each time has its longest state.
 
     Examples:
         >>> bars = [Bar(name="ab"[n % 2], began=n, ended=n + 1) for n in range(100)]
@@ -219,15 +219,17 @@ def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
     shares: list[dict[str, float]] = [{} for _ in range(most)]
     for bar in bars:
         place = min(int((bar.began - start) / width), most - 1)
-        last = min(int((bar.ended - start) / width), most - 1)
-        if place == last:
+        final = min(int((bar.ended - start) / width), most - 1)
+        if place == final:
             share = shares[place]
             share[bar.name] = share.get(bar.name, 0.0) + bar.ended - bar.began
             continue
-        for each in range(place, last + 1):
-            low, high = start + each * width, start + (each + 1) * width
+        for index in range(place, final + 1):
+            low, high = start + index * width, start + (index + 1) * width
             seconds = min(bar.ended, high) - max(bar.began, low)
-            shares[each][bar.name] = shares[each].get(bar.name, 0.0) + max(seconds, 0.0)
+            shares[index][bar.name] = shares[index].get(bar.name, 0.0) + max(
+                seconds, 0.0
+            )
     return join(
         Bar(
             name=max(share, key=lambda name: share[name]),
@@ -240,16 +242,16 @@ def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
 
 
 def in_flight(run: RunData, most: int = 600) -> list[tuple[float, int]]:
-    """Returns times and the number of groups that run.
+    """Returns times and the number of running groups.
 
-    Of many, those of parts: the largest number of each, and the one at its end.
+    A long run is reduced to the maximum and the end of intervals.
     """
-    total, found = 0, dict[float, int]()
+    total, by_time = 0, dict[float, int]()
     for time, change in sorted(run.running):
         total = max(total + change, 0)
-        # What was before at the same time lasted no time.
-        found[time] = total
-    points = list(found.items())
+        # Earlier changes at the same time have no duration.
+        by_time[time] = total
+    points = list(by_time.items())
     if len(points) <= most:
         return points
     count = most // 2

@@ -1,4 +1,4 @@
-"""Several recorders of one folder: a run that went on, or several processes. Pure."""
+"""Several recorders of one folder: a resumed run, or several processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Writers:
     """Recorders of one folder: they number groups alike, and some were killed.
 
     Args:
-        names: of those that wrote groups, in the order in which they began.
+        names: the writers of groups, in the order of their starts.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:
@@ -23,33 +23,33 @@ class Writers:
         self._running: Counter[str] = Counter()
 
     def name(self, writer: str, id_: int | str) -> str:
-        """Returns what a group is called: ``"7"``, or ``"7.2"`` of another writer."""
+        """Returns the name of a group: ``"7"``, or ``"7.2"`` of another writer."""
         place = self._places.get(writer, 1)
         return str(id_) if place == 1 else f"{id_}.{place}"
 
     def see(self, writer: str, time: float, change: int = 0) -> None:
-        """A writer wrote something, or more or fewer of its groups run."""
-        first, last = self._spans.get(writer, (time, time))
-        self._spans[writer] = (min(first, time), max(last, time))
+        """Records activity of a writer, and changes its number of running groups."""
+        first, latest = self._spans.get(writer, (time, time))
+        self._spans[writer] = (min(first, time), max(latest, time))
         self._running[writer] += change
 
     def unfinished(self) -> list[tuple[float, int]]:
         """Returns the end of groups that ran when their writer ended before others."""
-        newest = max((last for _, last in self._spans.values()), default=0.0)
+        newest = max((latest for _, latest in self._spans.values()), default=0.0)
         return [
-            (math.nextafter(last, math.inf), -self._running[writer])
-            for writer, (_, last) in self._spans.items()
-            if last < newest and self._running[writer] > 0
+            (math.nextafter(latest, math.inf), -self._running[writer])
+            for writer, (_, latest) in self._spans.items()
+            if latest < newest and self._running[writer] > 0
         ]
 
     def resumed(self) -> float:
-        """Returns when a writer last began after all others had ended."""
-        found = ended = -math.inf
-        for first, last in sorted(self._spans.values()):
-            if -math.inf < ended < first:
-                found = first
-            ended = max(ended, last)
-        return found
+        """Returns the latest start of a writer after the end of all others."""
+        latest_start = latest_end = -math.inf
+        for first, end in sorted(self._spans.values()):
+            if -math.inf < latest_end < first:
+                latest_start = first
+            latest_end = max(latest_end, end)
+        return latest_start
 
 
 def in_order(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -67,5 +67,5 @@ def in_order(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def time_of(event: Mapping[str, Any]) -> float:
-    """Returns the time of an event, which is 0 if somebody has changed it."""
+    """Returns the time of an event, which is 0 if it is malformed."""
     return number(event.get("time")) or 0.0
