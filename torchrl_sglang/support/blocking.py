@@ -1,11 +1,11 @@
 """Calls the user's functions beside an event loop, each with a timeout.
 
-Coroutines run on the loop, everything else in threads that nothing waits for. What a
-function raises is its own failure: nothing of it acts on the event loop.
+Coroutines run on the loop, everything else in detached threads. An error of a function
+is its own failure: nothing in it acts on the event loop.
 
-A call that never returns costs its thread and nothing else: its caller gets a
-TimeoutError, another thread takes its place, and neither shutdown nor the interpreter's
-exit waits for it. ``concurrent.futures`` would join it at exit.
+A call that never returns costs only its thread: its caller gets a TimeoutError, another
+thread takes its place, and neither shutdown nor the interpreter's exit waits for it.
+``concurrent.futures`` would join it at exit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _ThreadCall:
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
     began: float | None = None
-    """Monotonic time at which the call began."""
+    """Monotonic time of the start."""
     abandoned: bool = False
     """Nobody waits for it, and its thread has been replaced."""
 
@@ -69,13 +69,13 @@ class BlockingCalls:
         self._closed = False
 
     async def run(self, function: Callable[[], T], *, seconds: float) -> T:
-        """Returns what a function returns.
+        """Returns the result of a function.
 
         Raises:
-            CallTimeoutError: if it has not returned so many seconds after it began.
-            RuntimeError: instead of what asyncio would act on, if it raises that.
+            CallTimeoutError: if it has not returned ``seconds`` after its start.
+            RuntimeError: instead of an exception that asyncio would act on.
         """
-        # With the caller's context variables, as asyncio.to_thread() does.
+        # With the caller's context variables, like asyncio.to_thread().
         call = _ThreadCall(partial(contextvars.copy_context().run, function))
         self._submit(call)
         result = asyncio.wrap_future(call.future)
@@ -100,20 +100,20 @@ class BlockingCalls:
         seconds: float,
         **keywords: Any,
     ) -> Any:
-        """Returns what a function or a coroutine function returns.
+        """Returns the result of a function or a coroutine function.
 
         Raises:
-            CallTimeoutError: after so many seconds.
-            RuntimeError: instead of what asyncio would act on, if it raises that.
+            CallTimeoutError: after ``seconds``.
+            RuntimeError: instead of an exception that asyncio would act on.
         """
         bound = partial(function, *arguments, **keywords)
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004 - Its type is asked for.
+            getattr(function, "__call__", None)  # noqa: B004 - A class attribute.
         ):
             return await await_user(bound(), seconds=seconds)
         value = await self.run(bound, seconds=seconds)
         if inspect.isawaitable(value):
-            # Of a lambda that calls a coroutine function, for example.
+            # From a lambda that calls a coroutine function, for example.
             return await await_user(value, seconds=seconds)
         return value
 
@@ -179,12 +179,12 @@ class BlockingCalls:
 class DaemonExecutor(ThreadPoolExecutor):
     """The default executor of an event loop, in daemon threads.
 
-    A call of ``asyncio.to_thread`` that never returns keeps neither the loop nor the
-    process from ending; a ``ThreadPoolExecutor`` joins its threads in both.
+    A call of ``asyncio.to_thread`` that never returns does not block the end of the
+    loop or the process; a ``ThreadPoolExecutor`` joins its threads in both.
 
     Args:
-        name: of the threads.
-        most: most threads at a time.
+        name: prefix of the threads' names.
+        most: largest number of threads.
     """
 
     def __init__(self, name: str, most: int) -> None:
@@ -198,7 +198,7 @@ class DaemonExecutor(ThreadPoolExecutor):
         return self._calls.submit(partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes no more calls; waits for none."""
+        """Takes no more calls, without a wait."""
         self._calls.close()
 
 
@@ -206,9 +206,9 @@ def _run(call: _ThreadCall) -> None:
     try:
         value = call.function()
     except (CancelledError, StopIteration, GeneratorExit) as error:
-        # A future cannot hold them, or takes them for its own.
+        # A future cannot hold them, or treats them as its own.
         call.future.set_exception(_wrapped(error))
-    except Exception as error:  # noqa: BLE001 - Whoever waits gets it.
+    except Exception as error:  # noqa: BLE001 - Passed on to the caller.
         call.future.set_exception(error)
     except BaseException as error:  # noqa: BLE001 - asyncio would act on it.
         call.future.set_exception(_wrapped(error))

@@ -1,8 +1,8 @@
 """Argument validation for all layers.
 
 Each check returns the value as a Python type, so that NumPy scalars are accepted, and
-raises :class:`~torchrl_sglang.errors.ConfigurationError` naming the argument, the value
-and what is accepted.
+raises :class:`~torchrl_sglang.errors.ConfigurationError` with the argument, the value
+and the accepted values.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def to_python(value: Any) -> Any:
-    """Converts NumPy scalars, also those in a list or a mapping, to Python's.
+    """Converts NumPy scalars, also in a list or a mapping, to Python's.
 
     Anything else is returned unchanged.
     """
-    # A tenth of a second of each command, most of which need none of it.
+    # Its import takes 0.1 s, which most commands do not need.
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return value
@@ -36,10 +36,10 @@ def to_python(value: Any) -> Any:
         return value.item()
     kind = type(value)
     if kind in (list, tuple, set, frozenset):
-        if any(issubclass(each, numpy.generic) for each in set(map(type, value))):
+        if any(issubclass(i, numpy.generic) for i in set(map(type, value))):
             return kind(map(to_python, value))
     elif kind is dict and value:
-        return {to_python(name): to_python(each) for name, each in value.items()}
+        return {to_python(name): to_python(item) for name, item in value.items()}
     return value
 
 
@@ -90,7 +90,7 @@ def check_positive(name: str, value: Any, *, zero: bool = False) -> float:
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """Returns a bool; no other type is taken for one."""
+    """Returns a bool; other types are refused."""
     flag = to_python(value)
     if not isinstance(flag, bool):
         raise ConfigurationError(
@@ -100,7 +100,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuses what is not one of several names."""
+    """Refuses a value outside of the choices."""
     if value not in choices:
         raise ConfigurationError(
             f"{name}={value!r} is not one of {', '.join(map(repr, choices))}."
@@ -140,36 +140,36 @@ def check_keywords(
     """Refuses arguments that no constructor of a class has, with the nearest name.
 
     Args:
-        name: of the mapping, for the message.
+        name: name of the mapping, for the message.
         given: arguments of the class.
-        kind: the class; what its base classes take counts, too.
+        kind: the class; arguments of its base classes count, too.
         meant: another library's name -> the class's.
 
     Raises:
-        ConfigurationError: naming the first such argument.
+        ConfigurationError: with the first such argument.
     """
-    known = {
+    names = {
         parameter.name
         for base in kind.__mro__
         if "__init__" in vars(base)
         for parameter in inspect.signature(vars(base)["__init__"]).parameters.values()
         if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
     } - {"self"}
-    for each in given:
-        if each not in known:
-            word = (meant or {}).get(each)
-            hint = f" Did you mean {word!r}?" if word else suggest(str(each), known)
+    for argument in given:
+        if argument not in names:
+            word = (meant or {}).get(argument)
+            hint = f" Did you mean {word!r}?" if word else suggest(str(argument), names)
             raise ConfigurationError(
-                f"{name} has no argument {each!r}, which {kind.__name__} would "
+                f"{name} has no argument {argument!r}, which {kind.__name__} would "
                 f"ignore or refuse.{hint}"
             )
 
 
 def refuse_unknown(init: Init) -> Init:
-    """Has a constructor refuse unknown arguments with the one that was meant.
+    """Makes a constructor refuse unknown arguments, with a suggestion.
 
     Raises:
-        ConfigurationError: naming all such arguments.
+        ConfigurationError: with all such arguments.
 
     Examples:
         >>> class Batch:
@@ -180,18 +180,18 @@ def refuse_unknown(init: Init) -> Init:
         torchrl_sglang.errors.ConfigurationError: Batch has no argument \
 'num_generations'. TRL's num_generations is group_size=... here.
     """
-    known = inspect.signature(init).parameters
+    parameters = inspect.signature(init).parameters
 
     @functools.wraps(init)
     def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
-        check_names(type(self).__name__, kwargs, known)
+        check_names(type(self).__name__, kwargs, parameters)
         init(self, *args, **kwargs)
 
     return cast(Init, checked)
 
 
 def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuses all arguments that are not known, each with the one that was meant."""
+    """Refuses all unknown arguments, each with a suggestion."""
     unknown = [
         f"{owner} has no argument {name!r}.{suggest(name, known)}"
         for name in given
@@ -202,11 +202,11 @@ def check_names(owner: str, given: Iterable[str], known: Collection[str]) -> Non
 
 
 def suggest(name: str, known: Collection[str]) -> str:
-    """Returns the end of a message about an unknown argument: the one that was meant.
+    """Returns a suggestion for an unknown argument, to append to a message.
 
     Args:
-        name: of the unknown argument.
-        known: names of the arguments there are.
+        name: name of the unknown argument.
+        known: names of the existing arguments.
 
     Examples:
         >>> suggest("learning_rate", ["lr", "optimizer"])
@@ -219,12 +219,12 @@ def suggest(name: str, known: Collection[str]) -> str:
         if counterpart.partition("=")[0] in known:
             written = counterpart if "=" in counterpart else f"{counterpart}=..."
             return f" {library}'s {name} is {written} here."
-    near = nearest(name, known)
-    return "" if near is None else f" Did you mean {near!r}?"
+    guess = nearest(name, known)
+    return "" if guess is None else f" Did you mean {guess!r}?"
 
 
 def given_once(name: str, value: T | None, alias: str, other: T | None) -> T | None:
-    """Returns an argument that has two names."""
+    """Returns the value of an argument with two names."""
     if value is not None and other is not None:
         raise ConfigurationError(
             f"Give {name} once: {name}={hide_passwords(repr(value))}, "
@@ -234,16 +234,16 @@ def given_once(name: str, value: T | None, alias: str, other: T | None) -> T | N
 
 
 def nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the name that was probably meant, for a "did you mean"; or ``None``."""
-    known = list(names)
-    # A prefix is a match, however little it is of the whole.
-    found = [name for name in known if word and name.startswith(word)]
-    found += difflib.get_close_matches(word, known, n=1, cutoff=cutoff)
-    return found[0] if found else None
+    """Returns the most similar name, for a "did you mean"; or ``None``."""
+    candidates = list(names)
+    # A prefix is a match, however short.
+    matches = [name for name in candidates if word and name.startswith(word)]
+    matches += difflib.get_close_matches(word, candidates, n=1, cutoff=cutoff)
+    return matches[0] if matches else None
 
 
 def some_of(texts: Iterable[str], most: int = 4) -> list[str]:
-    """Returns the first texts for a message, and how many more there are."""
-    told = list(texts)
-    more = len(told) - most
-    return [*told[:most], f"and {more} more"] if more > 0 else told
+    """Returns the first texts for a message, and the number of the others."""
+    items = list(texts)
+    hidden = len(items) - most
+    return [*items[:most], f"and {hidden} more"] if hidden > 0 else items

@@ -1,4 +1,4 @@
-"""Arguments of TRL, verl and TorchRL, and what takes their place in this package."""
+"""Arguments of TRL, verl and TorchRL, and their counterparts in this package."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ TRAINER: Mapping[str, str] = {
 """Argument of transformers' ``TrainingArguments`` -> argument of ``Learner``."""
 
 TORCH: Mapping[str, str] = dict.fromkeys(("lr", "betas", "eps"), "optimizer")
-"""Argument of PyTorch's optimizers -> argument of this package that has them."""
+"""Argument of PyTorch's optimizers -> argument of this package."""
 
 COUNTERPARTS = {
     "TRL": TRL,

@@ -1,4 +1,4 @@
-"""The background event loop of this process, on which all coroutines run.
+"""The background event loop of this process for all coroutines.
 
 The engine is written once, as coroutines; synchronous methods submit them here and
 wait. A forked child starts its own loop.
@@ -36,7 +36,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 def get_loop() -> asyncio.AbstractEventLoop:
     """Returns the background loop of this process; starts it at the first call."""
-    global _loop  # noqa: PLW0603 - There is one for each process.
+    global _loop  # noqa: PLW0603 - One per process.
     if _loop is not None:
         return _loop
     with _lock:
@@ -64,7 +64,7 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
 def weakly(
     method: Callable[[T], Coroutine[Any, Any, None]],
 ) -> Callable[[T], Coroutine[Any, Any, None]]:
-    """Returns a coroutine function that does nothing once the object is collected."""
+    """Returns a coroutine function without effect once the object is collected."""
     held = weakref.WeakMethod(method)
 
     async def call(argument: T) -> None:
@@ -116,7 +116,7 @@ async def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class _LoopCall(Generic[T]):
-    """A coroutine that runs on the background loop for another loop."""
+    """A coroutine on the background loop, awaited by another loop."""
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, T], caller: asyncio.AbstractEventLoop
@@ -170,7 +170,7 @@ class _CallQueue:
             self._woken = False
 
     def _run(self) -> None:
-        # First: a call that is added from here on wakes the loop again.
+        # First: later calls wake the loop again.
         self._woken = False
         for _ in range(len(self._waiting)):
             self._waiting.popleft()()
@@ -180,12 +180,12 @@ _calls = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _CallQueue]()
 
 
 def _post(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    """Calls a function on a loop, after all that were posted to it before."""
+    """Calls a function on a loop, after all earlier calls of this function."""
     calls = _calls.get(loop)
     if calls is None:
-        # Calls refer to their loop; one that was closed before they ran keeps them.
-        for each in _calls.keyrefs():
-            other = each()
+        # Calls refer to their loop; the calls of a closed loop are dropped.
+        for reference in _calls.keyrefs():
+            other = reference()
             if other is not None and other.is_closed():
                 _calls.pop(other, None)
         calls = _calls.setdefault(loop, _CallQueue())

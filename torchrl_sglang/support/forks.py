@@ -1,4 +1,4 @@
-"""THE register of what begins anew in a forked process."""
+"""The register of resets for forked processes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ _resets: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def after_fork(reset: Callable[[], None]) -> None:
-    """Has a method of an object called in each process that is forked from this one.
+    """Registers a method to be called in each forked child of this process.
 
-    There, threads, tasks, sockets and locks of the parent are none of its own. The
-    object is not kept alive.
+    Threads, tasks, sockets and locks of the parent are invalid there. The object is not
+    kept alive.
     """
-    _resets[:] = [each for each in _resets if each() is not None]
+    _resets[:] = [reference for reference in _resets if reference() is not None]
     _resets.append(weakref.WeakMethod(reset))
 
 
 def _in_child() -> None:
-    for each in _resets:
-        reset = each()
+    for reference in _resets:
+        reset = reference()
         if reset is not None:
             reset()
 

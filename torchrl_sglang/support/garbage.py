@@ -1,4 +1,4 @@
-"""When Python's garbage collector runs."""
+"""Control of Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 FROZEN_BY_PYTHON = 10_000
-"""More objects than Python itself begins with that are frozen: 375 in 3.12."""
+"""More objects than Python itself freezes at its start: 375 in 3.12."""
 
 
 @contextmanager
 def collect_garbage_afterwards() -> Iterator[None]:
-    """Pauses the garbage collector, which would visit every new object again.
+    """Pauses the garbage collector, which would visit every new object repeatedly.
 
-    For code that makes many objects and drops few. Once those that outlive its visits
-    are a quarter of all, it visits every object of the process, with those of imported
-    libraries.
+    For code that makes many objects and drops few. When a quarter of all objects are
+    new survivors, a full collection visits every object of the process, including
+    imported libraries.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -29,11 +29,11 @@ def collect_garbage_afterwards() -> Iterator[None]:
 
 @contextmanager
 def old_objects_frozen() -> Iterator[None]:
-    """Keeps objects that exist already out of garbage collections within a block.
+    """Excludes existing objects from garbage collections within a block.
 
-    These are, above all, what torch and transformers have imported: a collection that
-    visits them stops all threads for a third of a second and more. What is dropped of
-    them within the block is freed after it, where it is part of a cycle.
+    Most of them come from the imports of torch and transformers: a collection that
+    visits them stops all threads for at least a third of a second. Cycles among them
+    that become garbage within the block are freed after it.
     """
     if gc.get_freeze_count() > FROZEN_BY_PYTHON:
         # The program does so itself.

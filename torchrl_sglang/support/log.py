@@ -1,4 +1,4 @@
-"""TorchRL's logger, without an import of TorchRL: an engine alone does not need it."""
+"""TorchRL's logger, without an import of TorchRL, which an engine does not need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ torchrl_logger = logging.getLogger("torchrl")
 
 
 def _configure() -> None:
-    """Prints messages as TorchRL does, whose import replaces this handler.
+    """Formats messages like TorchRL, whose import replaces this handler.
 
     Raises:
         ConfigurationError: if the variable with the level has none.

@@ -1,4 +1,4 @@
-"""Texts are shown without the passwords of the addresses in them."""
+"""Removal of passwords from addresses in texts."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _USER_INFO = re.compile(r"""(?:(?<=://)[^/\s'"]*|[^/\s'":@]+:[^/\s'"]*)@""")
 
 
 def hide_passwords(text: object) -> str:
-    """Returns a text without the users and passwords of the addresses in it."""
+    """Returns a text without users and passwords in its addresses."""
     return _USER_INFO.sub("***@", str(text))

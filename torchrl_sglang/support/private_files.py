@@ -1,17 +1,17 @@
-"""Files with prompts, responses or keys, which their owner alone may read."""
+"""Files with prompts, responses or keys, readable only by their owner."""
 
 from __future__ import annotations
 
 import os
 
 FOLDER_MODE = 0o700
-"""Permissions of a folder that is made for such files."""
+"""Permissions of a new folder for such files."""
 
 
 def for_owner(path: str, flags: int) -> int:
-    """Opens a file, for ``open(..., opener=for_owner)``; its owner alone may read it.
+    """Opens a file for its owner only, as ``open(..., opener=for_owner)``.
 
-    The permissions of a file that is there stay.
+    The permissions of an existing file are kept.
 
     Examples:
         >>> import os, tempfile

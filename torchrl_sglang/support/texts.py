@@ -9,16 +9,16 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 def half_character(value: Any) -> str:
-    """Returns the 20 characters before the first half of a surrogate pair, and it.
+    """Returns the first unpaired surrogate with the 20 characters before it.
 
     Texts that were cut within a character, or read with ``errors="surrogateescape"``,
-    have such halves.
+    have unpaired surrogates.
 
     Args:
         value: a text, or JSON with texts.
 
     Returns:
-        An empty text if there is no such half.
+        An empty text if there is none.
     """
     pending = [value]
     while pending:
@@ -36,7 +36,7 @@ def half_character(value: Any) -> str:
 
 
 def check_text(name: str, value: Any) -> None:
-    """Raises :class:`.ConfigurationError` if a text or JSON has half of a character."""
+    """Raises :class:`.ConfigurationError` for an unpaired surrogate in a value."""
     if half := half_character(value):
         raise ConfigurationError(
             f"{name} has half of a character in {half!r}; a text was cut within one. "
@@ -45,5 +45,5 @@ def check_text(name: str, value: Any) -> None:
 
 
 def replace_halves(text: str) -> str:
-    """Returns a text with ``?`` for each half of a character."""
+    """Returns a text with ``?`` for each unpaired surrogate."""
     return text.encode(errors="replace").decode()

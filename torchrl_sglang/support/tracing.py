@@ -1,9 +1,9 @@
-"""Opens OpenTelemetry spans; without the program's tracer provider, a no-op.
+"""Opens OpenTelemetry spans; a no-op without the program's tracer provider.
 
 The tracer provider is the subscriber: every layer publishes spans here. They nest by
 context variables, which tasks inherit: groups, conversations, turns and tools, requests
-to servers. Over HTTP, headers of W3C Trace Context carry the parent. Importing this
-module imports nothing of OpenTelemetry.
+to servers. Over HTTP, headers of W3C Trace Context carry the parent. This module does
+not import OpenTelemetry.
 """
 
 from __future__ import annotations

@@ -15,11 +15,10 @@ from torchrl_sglang.support.passwords import hide_passwords
 LOOPBACK = "127.0.0.1"
 
 KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
-"""The environment variable that holds the servers' key."""
+"""Environment variable with the servers' key."""
 
 ADMIN_KEY_VARIABLE = "TORCHRL_SGLANG_ADMIN_API_KEY"
-"""The environment variable that holds the servers' key for control calls, if they have
-another one for these."""
+"""Environment variable with the servers' key for control calls, if it differs."""
 
 
 def normalize_url(url: str) -> str:
@@ -34,8 +33,8 @@ def normalize_url(url: str) -> str:
         parsed = URL(full)
     except ValueError:
         parsed = URL()
-    known = parsed.scheme in ("http", "https") and parsed.host
-    if not known or full.split() != [full]:
+    is_http = parsed.scheme in ("http", "https") and parsed.host
+    if not is_http or full.split() != [full]:
         raise ConfigurationError(
             f"{hide_passwords(url)!r} is not the address of a server; write it like "
             f"'http://127.0.0.1:30000'."
@@ -44,11 +43,11 @@ def normalize_url(url: str) -> str:
 
 
 def check_public_url(given: str) -> str:
-    """Returns an address that others are told, without a trailing slash.
+    """Returns a public address without a trailing slash.
 
     Raises:
-        ConfigurationError: if it is no HTTP address, has a user, a query or a fragment,
-            or names no machine, as ``0.0.0.0`` does not.
+        ConfigurationError: if it is not an HTTP address, has a user, a query or a
+            fragment, or names no machine, such as ``0.0.0.0``.
     """
     full = normalize_url(given)
     parsed = URL(full)
@@ -78,14 +77,14 @@ def split_credentials(url: str) -> tuple[str, str | None]:
 
 
 def address_hint(url: str) -> str:
-    """Returns the end of a message about an address where no server answers."""
+    """Returns the end of a message about an address without a server."""
     if not url.endswith("/v1"):
         return ""
     return f" Leave the /v1 out, which clients of OpenAI's protocol want: {url[:-3]}"
 
 
 def url_of(host: str, port: object) -> str:
-    """Returns the address at which this machine reaches its own listener."""
+    """Returns the address of this machine's own listener."""
     host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -101,15 +100,15 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(url: str) -> bool:
-    """Returns whether an address is one of this machine's own."""
+    """Returns whether an address belongs to this machine."""
     host = URL(url).host or ""
     if is_loopback(host):
         return True
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
-    return any(_can_bind(family, place) for family, _, _, _, place in found)
+    return any(_can_bind(family, place) for family, _, _, _, place in addresses)
 
 
 def _can_bind(family: int, place: tuple[object, ...]) -> bool:
@@ -123,10 +122,10 @@ def _can_bind(family: int, place: tuple[object, ...]) -> bool:
 
 
 def address_facing(urls: Sequence[str]) -> str:
-    """Returns this machine's address as the servers at these URLs see it.
+    """Returns this machine's address from the servers' point of view.
 
-    That is loopback if all of them are on loopback, and otherwise the address that this
-    machine sends from to the first other one; local servers reach that, too.
+    It is loopback if all servers are on loopback, and otherwise the source address for
+    the first other server; local servers reach that, too.
     """
     for url in urls:
         parsed = URL(url)

@@ -1,10 +1,10 @@
-"""Runs coroutines of the user so that what they raise remains their own failure.
+"""Isolates exceptions of the user's coroutines from the event loop.
 
-asyncio acts on some exceptions instead of handing them to whoever awaits: a
+asyncio acts on some exceptions instead of passing them to the awaiting task: a
 ``CancelledError`` counts as the cancellation of every task that it passes through, and
 ``SystemExit`` or ``KeyboardInterrupt`` ends the event loop. A user's coroutine raises
-the first one whenever something that it awaits was cancelled, such as a shared task or
-a closed client's request.
+the former when an awaited object was cancelled, such as a shared task or a closed
+client's request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class UserCodeError(Exception):
-    """Carries what a function of the user raised past handlers of other errors."""
+    """Carries an exception of a user's function past handlers of other errors."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(repr(error))
@@ -31,15 +31,15 @@ class UserCodeError(Exception):
 
 
 class CallTimeoutError(TimeoutError):
-    """A call took too long; the function that was called raised nothing."""
+    """A call took too long, without an exception of its own."""
 
 
 @contextmanager
 def user_code() -> Iterator[None]:
-    """Turns exceptions of user code that asyncio would act on into a RuntimeError.
+    """Converts exceptions that asyncio would act on into a RuntimeError.
 
     The cancellation of the current task itself passes, and so does an interrupt from
-    the keyboard, which reaches the main thread alone.
+    the keyboard, which only reaches the main thread.
 
     Raises:
         RuntimeError: instead of such an exception, which is its cause.
@@ -76,7 +76,7 @@ def user_code() -> Iterator[None]:
 
 @contextmanager
 def carried_errors() -> Iterator[None]:
-    """Turns what user code raises into :class:`UserCodeError`, which carries it."""
+    """Wraps exceptions of user code in :class:`UserCodeError`."""
     try:
         with user_code():
             yield
@@ -85,18 +85,17 @@ def carried_errors() -> Iterator[None]:
 
 
 async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -> T:
-    """Returns the result of a user's coroutine, which runs in a task of its own.
+    """Returns the result of a user's coroutine, which runs in its own task.
 
-    So it cannot cancel the task that waits for it, nor make it wait by ignoring its
-    cancellation.
+    So it cannot cancel the waiting task, nor block it by ignoring its cancellation.
 
     Args:
         awaitable: the coroutine, or a future.
         seconds: timeout; ``None`` for none.
 
     Raises:
-        CallTimeoutError: after so many seconds.
-        RuntimeError: if it raises something that asyncio would act on, or cancels
+        CallTimeoutError: after ``seconds``.
+        RuntimeError: if it raises an exception that asyncio would act on, or cancels
             itself.
     """
     task = asyncio.ensure_future(_guarded(awaitable))
@@ -110,18 +109,18 @@ async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -
     finally:
         if not task.done():
             task.cancel()
-            # Nobody asks for its result.
+            # Its result is unused.
             task.add_done_callback(_forget)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns the results of coroutines that run side by side.
+    """Returns the results of concurrent coroutines.
 
-    The first failure cancels the others, and a ``CancelledError`` counts as one: a
-    ``TaskGroup`` alone would take it for the end of a task that was not wanted.
+    The first failure cancels the others, and a ``CancelledError`` counts as a failure:
+    a ``TaskGroup`` alone would treat it as a regular end.
 
     Raises:
-        BaseExceptionGroup: of the failures.
+        BaseExceptionGroup: with the failures.
     """
 
     async def guarded(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -129,7 +128,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
             return await coroutine
 
     async with asyncio.TaskGroup() as tasks:
-        running = [tasks.create_task(guarded(each)) for each in coroutines]
+        running = [tasks.create_task(guarded(coroutine)) for coroutine in coroutines]
     return [task.result() for task in running]
 
 
@@ -142,21 +141,21 @@ def returns_awaitable(function: Any) -> bool:
         function = function.func
     calls = (function, getattr(type(function), "__call__", None))  # noqa: B004
     return any(
-        inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each)
-        for each in calls
+        inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call)
+        for call in calls
     )
 
 
 def refuse_coroutine(name: str, function: Any, reason: str) -> None:
-    """Refuses a coroutine function where nothing awaits what it returns.
+    """Refuses a coroutine function whose result would not be awaited.
 
     Args:
-        name: of the argument.
-        function: the user's.
+        name: name of the argument.
+        function: the user's function.
         reason: why it is not awaited, a clause.
 
     Raises:
-        ConfigurationError: naming the argument.
+        ConfigurationError: with the argument.
     """
     if returns_awaitable(function):
         raise ConfigurationError(
@@ -166,7 +165,7 @@ def refuse_coroutine(name: str, function: Any, reason: str) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """Returns type and text of an error for a sentence, whatever its ``__str__`` does.
+    """Returns type and text of an error for a sentence, even if ``__str__`` fails.
 
     Examples:
         >>> describe(KeyError("solution"))

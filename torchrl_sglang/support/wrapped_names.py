@@ -1,4 +1,4 @@
-"""Names of tensors inside wrappers of single layers. Pure."""
+"""Names of tensors inside wrappers of single layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def without_wrappers(name: str) -> str:
-    """Returns a tensor's name as it is without the wrappers around its layers.
+    """Returns a tensor's name without the wrappers around its layers.
 
     Examples:
         >>> without_wrappers("model.layers.0._orig_mod.mlp.up_proj.weight")

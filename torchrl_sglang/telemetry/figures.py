@@ -1,4 +1,4 @@
-"""Figures of a step for a logger: what parts did since the step before."""
+"""Figures of a step for a logger: activity of parts since the last step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_sglang.telemetry.parts import make_readers, read_all
 from torchrl_sglang.types import Distribution, EngineStats, UpdateStats
 
 FIGURES_SECONDS = 2.0
-"""Timeout of all statistics of a step; what comes later is of the next step."""
+"""Timeout of all statistics of a step; late ones count for the next step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,18 +30,18 @@ class StepFigures:
     """Reads the figures of a step, for one call of a logger's ``log_metrics``.
 
     Names are grouped in panels: ``engine/``, ``rollout/``, ``staleness/``, ``weights/``
-    and ``gateway/``. Totals are counted since the last call. Servers are asked once a
-    call; a part that is dead or slow is left out, and nothing is raised.
+    and ``gateway/``. Totals are counted since the last call. Each call queries the
+    servers once; a dead or slow part is left out, and nothing is raised.
 
     Keyword Args:
         engine: an :class:`.AsyncSGLang`.
         collector: an :class:`.AsyncLLMCollector`, here or in a Ray actor.
         gateway: a :class:`.Gateway`.
         scheme: an :class:`.SGLangWeightSyncScheme`, or its sender.
-        timeout: of all statistics, in seconds. Defaults to 2.
+        timeout: timeout of all statistics, in seconds. Defaults to 2.
 
     Raises:
-        ConfigurationError: if there is no part, or one has no statistics.
+        ConfigurationError: if there is no part, or a part has no statistics.
 
     Examples:
         >>> figures = StepFigures(engine=engine)
@@ -69,34 +69,35 @@ class StepFigures:
         )
         self._timeout = timeout
         self._before: dict[str, _Reading] = {}
-        # What parts did before is not counted.
+        # Earlier activity does not count.
         self.read()
 
     def read(self) -> dict[str, float]:
-        """Returns the figures since the last call, or since this object was made.
+        """Returns the figures since the last call, or since the construction.
 
-        Those of a part are of two readings: where the first one failed, as of a part
-        that was slow then, there are none yet.
+        A part's figures need two readings: after a failed first reading, such as of a
+        slow part, there are none.
         """
-        found: dict[str, float] = {}
+        figures: dict[str, float] = {}
         stats = read_all(self._readers.values(), self._timeout, time.monotonic)
         for name, now in stats.items():
             if now is None:
                 continue
-            at, before = time.monotonic(), self._before.get(name)
+            at, earlier = time.monotonic(), self._before.get(name)
             self._before[name] = _Reading(at=at, stats=now)
-            if before is None:
+            if earlier is None:
                 continue
-            known = partial(_known, name, now, before.stats, max(at - before.at, 1e-9))
-            found |= self._readers[name].attempt(known) or {}
-        return found
+            seconds = max(at - earlier.at, 1e-9)
+            compute = partial(_known, name, now, earlier.stats, seconds)
+            figures |= self._readers[name].attempt(compute) or {}
+        return figures
 
 
 Figures = Iterator[tuple[str, float | None]]
 
 
 def _known(part: str, now: Any, before: Any, seconds: float) -> dict[str, float]:
-    """Returns the figures of a part that are known."""
+    """Returns the known figures of a part."""
     return {
         name: float(value)
         for name, value in _FIGURES[part](now, before, seconds)
@@ -111,8 +112,8 @@ def engine_figures(
 
     Args:
         now: the later statistics.
-        before: the earlier ones; ``None`` counts from the engine's beginning.
-        seconds: between them.
+        before: the earlier ones; ``None`` counts from the engine's start.
+        seconds: time between them.
     """
 
     def more(name: str) -> float:
@@ -133,8 +134,8 @@ def engine_figures(
     yield "engine/servers_serving", states.count("serving")
     for name, combine in (("running", sum), ("queued", sum), ("cache_usage", max)):
         values = [getattr(server, name) for server in now.servers]
-        known = [value for value in values if value is not None]
-        yield f"engine/{name}", combine(known) if known else None
+        present = [value for value in values if value is not None]
+        yield f"engine/{name}", combine(present) if present else None
 
 
 def collector_figures(
@@ -143,8 +144,8 @@ def collector_figures(
     """Yields the figures of a collector; see :func:`engine_figures`."""
     earlier = before or {}
     lately = now["lately"]
-    more = now["tokens"] - earlier.get("tokens", 0)
-    yield "rollout/tokens_per_second", more / seconds
+    new_tokens = now["tokens"] - earlier.get("tokens", 0)
+    yield "rollout/tokens_per_second", new_tokens / seconds
     for name in ("trainer_waits", "engine_idle"):
         yield f"rollout/{name}", lately[name]
     for name in ("conversations", "conversations_in_flight"):
@@ -191,7 +192,7 @@ def weights_figures(
 ) -> Figures:
     """Yields the figures of a sender; see :func:`engine_figures`.
 
-    Seconds and bytes are those of the last update, if there was one meanwhile.
+    Seconds and bytes are of the last update, if there was one in between.
     """
     done = sum(now.updates.values())
     updates = done - (sum(before.updates.values()) if before else 0)
@@ -200,8 +201,8 @@ def weights_figures(
     if not updates or now.last is None:
         return
     yield "weights/seconds", now.last.seconds
-    for phase, taken in now.last.phase_seconds.items():
-        yield f"weights/{phase}_seconds", taken
+    for phase, phase_seconds in now.last.phase_seconds.items():
+        yield f"weights/{phase}_seconds", phase_seconds
     yield "weights/bytes", now.last.num_bytes
     yield "weights/gb_per_second", now.last.gb_per_second
     version = now.last.version

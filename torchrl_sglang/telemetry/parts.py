@@ -1,7 +1,7 @@
-"""Reads the statistics of the parts of a run, each within a time.
+"""Reads the statistics of the parts of a run, each within a timeout.
 
-A part may be dead, shut down, or on another machine. Whoever reads waits for none of
-them longer than a timeout, and a part that hangs costs one thread, not one a time.
+A part may be dead, shut down, or on another machine. No reader waits longer than a
+timeout, and a hanging part costs one thread in total, not one per read.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ a server gets five to answer."""
 
 
 class PartReader:
-    """Reads the statistics of one part, which it does not keep alive.
+    """Reads the statistics of one part, without keeping it alive.
 
     Args:
-        name: of the part.
-        part: has ``stats()``, or makes a sender that has.
+        name: name of the part.
+        part: an object with ``stats()``, or with a method that makes such a sender.
     """
 
     def __init__(self, name: str, part: Any) -> None:
@@ -44,7 +44,7 @@ class PartReader:
         return self._find()
 
     def begin(self) -> Future[Stats]:
-        """Begins to read in a thread, unless an earlier call still reads."""
+        """Begins to read in a thread, unless an earlier read is in progress."""
         with self._lock:
             if self._running is not None and not self._running.done():
                 return self._running
@@ -63,15 +63,15 @@ class PartReader:
             if part is None:
                 raise ConfigurationError(f"The {self.name} is gone.")
             future.set_result(part.stats())
-        except BaseException as error:  # noqa: BLE001 - Whoever reads is told.
+        except BaseException as error:  # noqa: BLE001 - Passed on to the reader.
             future.set_exception(error)
 
     def end(self, future: Future[Stats], seconds: float) -> Stats | None:
-        """Returns what was read; ``None`` if that failed or takes longer."""
+        """Returns the statistics; ``None`` on an error or a timeout."""
         return self.attempt(lambda: future.result(timeout=max(seconds, 0.0)))
 
     def attempt(self, read: Callable[[], T]) -> T | None:
-        """Returns what is read of statistics; ``None`` if it fails, which is logged."""
+        """Returns the result of ``read``; ``None`` if it fails, which is logged."""
         try:
             return read()
         except Exception as error:  # noqa: BLE001 - Metrics never end a run.
@@ -94,20 +94,20 @@ def make_readers(parts: Mapping[str, Any]) -> dict[str, PartReader]:
     """Returns a reader for each part that is not ``None``.
 
     Raises:
-        ConfigurationError: if there is none, or one has no statistics.
+        ConfigurationError: if there is none, or a part has no statistics.
     """
-    found = {
+    readers = {
         name: PartReader(name, _with_stats(name, part))
         for name, part in parts.items()
         if part is not None
     }
-    if not found:
+    if not readers:
         raise ConfigurationError(
             "There is nothing to read; give an engine, a collector, a gateway or a "
             "scheme."
         )
-    assert found.keys() <= ROWS.keys()
-    return found
+    assert readers.keys() <= ROWS.keys()
+    return readers
 
 
 def _with_stats(name: str, part: Any) -> Any:

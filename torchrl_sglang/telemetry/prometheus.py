@@ -1,4 +1,4 @@
-"""Families of Prometheus' client, made of statistics when they are scraped."""
+"""Families of Prometheus' client, made of statistics at each scrape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 UP = f"{PREFIX}_up"
-"""Whether the statistics of a part could be read."""
+"""Whether the statistics of a part are readable."""
 
 _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
@@ -34,7 +34,7 @@ _TAKEN = {
     "le",
     *(name for rows in ROWS.values() for row in rows for name in row.labels),
 }
-"""Labels that metrics have of their own."""
+"""Labels of the metrics themselves."""
 
 
 def check_installed() -> None:
@@ -51,11 +51,11 @@ def check_installed() -> None:
 class StatsFamilies:
     """A collector for Prometheus' client, which reads statistics at each scrape.
 
-    Register it with a registry of your own to have other metrics beside these::
+    Register it with your own registry to combine it with other metrics::
 
         prometheus_client.REGISTRY.register(StatsFamilies(engine=engine))
 
-    It does not keep the parts alive; ``torchrl_sglang_up`` is 0 for those that are
+    It does not keep the parts alive; ``torchrl_sglang_up`` is 0 for parts that are
     gone, shut down or too slow.
 
     Keyword Args:
@@ -64,10 +64,10 @@ class StatsFamilies:
         gateway: a :class:`.Gateway`.
         scheme: an :class:`.SGLangWeightSyncScheme`, or its sender.
         labels: of all metrics, such as ``{"run": "sums"}``.
-        timeout: of the statistics of all parts, in seconds.
+        timeout: timeout of the statistics of all parts, in seconds.
 
     Raises:
-        ConfigurationError: if there is no part, or one has no statistics.
+        ConfigurationError: if there is no part, or a part has no statistics.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class StatsFamilies:
         text = "1 if the statistics of a part could be read, and 0 otherwise."
         up = GaugeMetricFamily(UP, text, labels=[*self._labels, "part"])
         families = {
-            name: self._readers[name].attempt(partial(self._of_part, name, found))
-            for name, found in stats.items()
-            if found is not None
+            name: self._readers[name].attempt(partial(self._of_part, name, part_stats))
+            for name, part_stats in stats.items()
+            if part_stats is not None
         }
         for name in stats:
             is_up = families.get(name) is not None
             up.add_metric([*self._labels.values(), name], float(is_up))
         yield up
-        for each in families.values():
-            yield from each or ()
+        for rows in families.values():
+            yield from rows or ()
 
     def _of_part(self, part: str, stats: Stats) -> list[Metric]:
         return [
@@ -131,49 +131,49 @@ def _family(
         HistogramMetricFamily,
     )
 
-    names, own = [*labels, *row.labels], list(labels.values())
+    names, values_of_labels = [*labels, *row.labels], list(labels.values())
     if isinstance(values, Distribution):
         histogram = HistogramMetricFamily(name, row.help, labels=names)
-        histogram.add_metric(own, _buckets(values), values.total)
+        histogram.add_metric(values_of_labels, _buckets(values), values.total)
         return histogram
     kind = CounterMetricFamily if row.kind == "counter" else GaugeMetricFamily
     family = kind(name, row.help, labels=names)
-    each = values if isinstance(values, Mapping) else {(): values}
-    for key, value in each.items():
+    by_labels = values if isinstance(values, Mapping) else {(): values}
+    for key, value in by_labels.items():
         if value is not None:
-            family.add_metric([*own, *key], float(value))
+            family.add_metric([*values_of_labels, *key], float(value))
     return family
 
 
 def _buckets(values: Distribution) -> list[tuple[str, float]]:
-    """Returns the numbers of values up to each bound, as Prometheus has them."""
+    """Returns the cumulative counts up to each bound, in Prometheus' form."""
     bounds = [*map(str, values.bounds), "+Inf"]
-    seen, found = 0, []
+    seen, buckets = 0, []
     for bound, count in zip(bounds, values.counts, strict=True):
         seen += count
-        found.append((bound, float(seen)))
-    return found
+        buckets.append((bound, float(seen)))
+    return buckets
 
 
 def check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
     """Returns labels of all metrics.
 
     Raises:
-        ConfigurationError: if one has a name that Prometheus or a metric does not take.
+        ConfigurationError: if a name is invalid in Prometheus or taken by a metric.
     """
-    found = dict(labels or {})
-    for name, value in found.items():
+    checked = dict(labels or {})
+    for name, value in checked.items():
         if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _TAKEN:
             raise ConfigurationError(
-                f"labels={found!r}: a name of a label has letters, digits and '_', "
+                f"labels={checked!r}: a name of a label has letters, digits and '_', "
                 f"does not begin with two of these, and is none of "
                 f"{', '.join(sorted(_TAKEN))}; got {name!r}."
             )
         if not isinstance(value, str):
             raise ConfigurationError(
-                f"labels={found!r}: the value of {name!r} must be a text."
+                f"labels={checked!r}: the value of {name!r} must be a text."
             )
-    return found
+    return checked
 
 
 def write_text(families: StatsFamilies, accept: str) -> tuple[str, bytes]:
@@ -185,7 +185,7 @@ def write_text(families: StatsFamilies, accept: str) -> tuple[str, bytes]:
 
 
 def make_registry(families: StatsFamilies) -> CollectorRegistry:
-    """Returns a registry that has these families alone."""
+    """Returns a registry with only these families."""
     from prometheus_client import CollectorRegistry
 
     registry = CollectorRegistry(auto_describe=False)

@@ -1,4 +1,4 @@
-"""The table of metrics: name, kind, labels, and which statistic of a part it is. Pure.
+"""The table of metrics: name, kind, labels, and the statistic of a part.
 
 Names and units follow Prometheus' conventions: base units, ``_total`` for counters.
 Each has the prefix ``torchrl_sglang_`` and its part's name.
@@ -26,8 +26,7 @@ SERVER_STATES = (
 
 Values: TypeAlias = float | Distribution | Mapping[tuple[str, ...], float | None] | None
 """A number, a distribution, or a number for each combination of labels' values.
-
-What is ``None`` is not known, and is left out."""
+``None`` is unknown, and is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +38,7 @@ class MetricRow:
     kind: Kind
     """Kind of the metric in Prometheus."""
     help: str
-    """A line for readers."""
+    """Description for readers."""
     read: Callable[[Any], Values]
     """Returns the values in the statistics of the part."""
     labels: tuple[str, ...] = ()
@@ -47,7 +46,7 @@ class MetricRow:
 
 
 def exported_name(part: str, row: MetricRow) -> str:
-    """Returns the name that Prometheus knows a metric under.
+    """Returns the name of a metric in Prometheus.
 
     Examples:
         >>> exported_name("engine", ROWS["engine"][0])
@@ -58,18 +57,18 @@ def exported_name(part: str, row: MetricRow) -> str:
 
 
 def _number(version: str) -> float | None:
-    """Returns a weight version as a number; ``None`` if it is none."""
+    """Returns a weight version as a number; ``None`` for other versions."""
     return float(version) if version.isdecimal() else None
 
 
 def _of_servers(name: str) -> Callable[[EngineStats], Values]:
-    return lambda stats: {(each.url,): getattr(each, name) for each in stats.servers}
+    return lambda stats: {(s.url,): getattr(s, name) for s in stats.servers}
 
 
 def _server_states(stats: EngineStats) -> Values:
     return {
-        (each.url, state): float(each.state.partition(":")[0] == state)
-        for each in stats.servers
+        (server.url, state): float(server.state.partition(":")[0] == state)
+        for server in stats.servers
         for state in SERVER_STATES
     }
 

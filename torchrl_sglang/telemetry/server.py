@@ -38,27 +38,27 @@ def serve_metrics(
     """Serves the metrics of the parts of a run for Prometheus, until it is closed.
 
     ``/metrics`` is Prometheus' text format, and ``/targets`` the addresses of the
-    servers' own metrics, as Prometheus' HTTP service discovery reads them. Statistics
-    are read when they are scraped, and cost nothing otherwise. The endpoint keeps no
-    part alive, and ends with the process.
+    servers' own metrics, in the format of Prometheus' HTTP service discovery.
+    Statistics are read at each scrape, and cost nothing otherwise. The endpoint keeps
+    no part alive, and ends with the process.
 
     Keyword Args:
         engine (AsyncSGLang, optional): generates.
         collector (AsyncLLMCollector, optional): also one in a Ray actor.
-        gateway (Gateway, optional): which has a route ``/metrics`` of its own, too.
+        gateway (Gateway, optional): it has its own route ``/metrics``, too.
         scheme (SGLangWeightSyncScheme, optional): sends weights.
-        port (int): to listen on. Defaults to 0, a free one.
+        port (int): port to listen on. Defaults to 0, a free port.
         host (str): address to listen on. Defaults to ``"127.0.0.1"``; any other needs
             an ``api_key``.
-        api_key (str, optional): that scrapes have to send as a bearer token; in
-            Prometheus ``authorization: {credentials: KEY}``. Defaults to none.
-        labels (dict of str, optional): of all metrics, to tell runs apart.
+        api_key (str, optional): bearer token required for scrapes; in Prometheus
+            ``authorization: {credentials: KEY}``. Defaults to none.
+        labels (dict of str, optional): labels of all metrics, to distinguish runs.
 
     Returns:
         MetricsEndpoint: has ``url`` and ``close()``, and is a context manager.
 
     Raises:
-        ConfigurationError: if there is no part, one has no statistics, the address
+        ConfigurationError: if there is no part, a part has no statistics, the address
             cannot be used, or the package ``prometheus_client`` is missing.
 
     Examples:
@@ -142,7 +142,7 @@ class MetricsEndpoint:
 
 
 class _ThreadedServer(ThreadingMixIn, WSGIServer):
-    """Answers scrapes side by side; one that hangs holds up nobody."""
+    """Answers scrapes concurrently, so that a hanging scrape blocks no other."""
 
     daemon_threads = True
     # Statistics have a timeout, and the process does not wait for a scrape.
@@ -167,7 +167,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 def targets_of(engine: Any) -> list[dict[str, Any]]:
-    """Returns an engine's servers as Prometheus' service discovery has them.
+    """Returns an engine's servers in the format of Prometheus' service discovery.
 
     Examples:
         >>> class Engine:
@@ -175,13 +175,13 @@ def targets_of(engine: Any) -> list[dict[str, Any]]:
         >>> targets_of(Engine())
         [{'targets': ['10.0.0.1:30000'], 'labels': {'__scheme__': 'http'}}]
     """
-    found: dict[str, list[str]] = {}
+    by_scheme: dict[str, list[str]] = {}
     for url in getattr(engine, "metrics_urls", ()):
         parsed = urlsplit(url)
-        found.setdefault(parsed.scheme, []).append(parsed.netloc)
+        by_scheme.setdefault(parsed.scheme, []).append(parsed.netloc)
     return [
         {"targets": targets, "labels": {"__scheme__": scheme}}
-        for scheme, targets in found.items()
+        for scheme, targets in by_scheme.items()
     ]
 
 
@@ -194,8 +194,8 @@ def _make_app(
     metrics = make_wsgi_app(make_registry(families))
 
     def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-        given = environ.get("HTTP_AUTHORIZATION", "")
-        if api_key is not None and not _is_key(given, api_key):
+        header = environ.get("HTTP_AUTHORIZATION", "")
+        if api_key is not None and not _is_key(header, api_key):
             headers = [("Content-Type", "text/plain"), ("WWW-Authenticate", "Bearer")]
             start("401 Unauthorized", headers)
             return [b"Send the key as a bearer token.\n"]

@@ -1,4 +1,4 @@
-"""The contract of a dialect of the gateway, as tests: who writes one proves it so."""
+"""Contract tests for dialects of the gateway."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 120.0
 
 
 class DialectContract(abc.ABC):
-    """Tests of a dialect, for a subclass whose name pytest takes for tests.
+    """Contract tests for dialects; subclass as ``TestMyDialect``.
 
     Examples:
         >>> class TestMine(DialectContract):
@@ -37,11 +37,11 @@ class DialectContract(abc.ABC):
     """
 
     path: str
-    """Address to which clients of the dialect post."""
+    """Address of the dialect's POST requests."""
 
     @abc.abstractmethod
     def gateway(self) -> Gateway:
-        """Returns a gateway that is not running and speaks it."""
+        """Returns a gateway with the dialect that is not running."""
 
     @abc.abstractmethod
     def body(self, text: str, *, stream: bool) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class DialectContract(abc.ABC):
 
     @abc.abstractmethod
     def headers(self, key: str) -> dict[str, str]:
-        """Returns the headers that carry an API key."""
+        """Returns the headers with an API key."""
 
     @abc.abstractmethod
     def said(self, answer: Any) -> str:
@@ -60,20 +60,20 @@ class DialectContract(abc.ABC):
         """Returns the text of an answer's server-sent events."""
 
     def test_what_is_said_is_recorded(self) -> None:
-        """Answers and streams are what the session holds."""
+        """Answers and streams equal the session's record."""
         with self.gateway() as gateway:
             session = gateway.session()
             for stream in (False, True):
                 status, text = self._ask(gateway, session.key, stream=stream)
                 assert status == 200, text
                 (*_, turn) = session.turns
-                said = self.joined(text) if stream else self.said(json.loads(text))
-                assert said == turn.reply["content"]
+                answer = self.joined(text) if stream else self.said(json.loads(text))
+                assert answer == turn.reply["content"]
                 assert turn.completion.log_probs
             assert gateway.to_tensordict([session]).shape[0] == len(session.turns) == 2
 
     def test_errors_are_in_its_own_form(self) -> None:
-        """Wrong keys, bodies that are none, and requests that lack everything."""
+        """Wrong keys, invalid bodies, and requests without any field."""
         with self.gateway() as gateway:
             session = gateway.session()
             status, text = self._ask(gateway, "wrong", stream=False)
@@ -92,7 +92,7 @@ class DialectContract(abc.ABC):
             for session in (first, second, first):
                 status, text = self._ask(gateway, session.key, stream=False)
                 assert status == 200, text
-            assert [len(each.turns) for each in (first, second)] == [2, 1]
+            assert [len(session.turns) for session in (first, second)] == [2, 1]
 
     def _ask(self, gateway: Gateway, key: str, *, stream: bool) -> tuple[int, str]:
         body = json.dumps(self.body("Hi", stream=stream)).encode()

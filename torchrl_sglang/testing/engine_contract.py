@@ -1,4 +1,4 @@
-"""The contract of an engine, as tests: who brings another one proves it with them."""
+"""Contract tests for engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A proxy in front of a server that breaks the requests it is told to break.
+"""A proxy in front of a server that breaks selected requests.
 
-It forwards everything else, so that a test can show what becomes of an engine, of a
-trainer and of the weights when a call is refused, delayed, or cut off before or after
+It forwards everything else, so that a test can show the effect on an engine, on a
+trainer and on the weights when a call is refused, delayed, or cut off before or after
 the server has processed it.
 """
 
@@ -48,9 +48,9 @@ class Injection:
     fault: Fault | Callable[[], object]
     """Fault of the requests, or a function to call before they are forwarded."""
     first: int
-    """The first request that is broken, counted from 1."""
+    """The first broken request, counted from 1."""
     times: int
-    """Number of requests in a row that are broken."""
+    """Number of consecutive broken requests."""
     happened: threading.Event = field(default_factory=threading.Event)
     """Set when the first of them has arrived."""
     seen: int = 0
@@ -58,7 +58,7 @@ class Injection:
 
 
 class FaultyProxy:
-    """Forwards requests to a server, and breaks those that it is told to break.
+    """Forwards requests to a server, and breaks selected ones.
 
     Args:
         target: address of the server.
@@ -99,11 +99,11 @@ class FaultyProxy:
 
         Args:
             path: path of the requests, such as ``"/end_weight_update"``.
-            fault (str | Callable): how they are broken, a name in ``Fault``, or a
-                function that is called in another thread before each of them is
+            fault (str | Callable): kind of the fault, a name in ``Fault``, or a
+                function that is called in another thread before each request is
                 forwarded.
-            first: the first of them that is broken; 1 for the next one.
-            times: how many in a row are broken.
+            first: the first broken request; 1 for the next request.
+            times: number of consecutive broken requests.
 
         Returns:
             The injection; its ``happened`` is set when the first request arrives.
@@ -121,7 +121,7 @@ class FaultyProxy:
         return injection
 
     def clear(self) -> None:
-        """Removes all faults; stalled requests stay so until their client leaves."""
+        """Removes all faults; stalled requests remain so until their client leaves."""
         self._injections.clear()
 
     def close(self) -> None:
@@ -162,10 +162,10 @@ class FaultyProxy:
         return response or web.Response()
 
     def _next(self, path: str) -> Fault | Callable[[], object] | None:
-        """Counts a request; returns how it is to be broken."""
+        """Counts a request; returns its fault."""
         self.counts[path] += 1
         faults = []
-        for injection in [each for each in self._injections if each.path == path]:
+        for injection in [c for c in self._injections if c.path == path]:
             injection.seen += 1
             if 0 <= injection.seen - injection.first < injection.times:
                 injection.happened.set()

@@ -1,4 +1,4 @@
-"""The contract of a launcher, as tests: whoever writes one proves it with them."""
+"""Contract tests for launchers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class LauncherContract(abc.ABC):
         assert not answers(server)
 
     def test_a_server_that_ended_starts_again(self) -> None:
-        """At its address, unless there is a directory that tells the new one."""
+        """At its address, unless a directory publishes the new address."""
         launcher = self.make(1)
         (server,) = servers = start_servers(launcher)
         try:
@@ -87,7 +87,7 @@ class LauncherContract(abc.ABC):
         finally:
             launched.stop()
         handles = [replica.handle for replica in launched.replicas]
-        assert [each.state for each in handles if each] == ["stopped", "stopped"]
+        assert [handle.state for handle in handles if handle] == ["stopped", "stopped"]
 
     def test_a_server_is_added_and_removed(self) -> None:
         """Ranks are not used twice; a launcher may refuse."""
@@ -105,7 +105,7 @@ class LauncherContract(abc.ABC):
             assert answers(added)
             added.stop()
             launcher.remove(rank)
-            # One that is never started, in the place of the other.
+            # A server that is never started, in place of the other.
             (again,) = launcher.add(1)
             assert again == 2
             launcher.remove(again)
@@ -129,7 +129,7 @@ def answers(server: ServerHandle) -> bool:
 
 
 def wait_until_dead(server: ServerHandle) -> None:
-    """Waits until a handle knows that its server has ended."""
+    """Waits until a handle detects that its server has ended."""
     deadline = time.monotonic() + SECONDS
     while server.state != "dead":
         assert time.monotonic() < deadline, server.state

@@ -1,8 +1,8 @@
 """A tiny Qwen2 model and tokenizer that need no download.
 
 Both ``transformers`` and an SGLang server load it. The tokenizer has one token per
-character, so that text, tokens and log-probs can be compared position by position; the
-random weights are large enough that the output depends on every prompt token.
+character, so text, tokens and log-probs can be compared position by position; the
+random weights are large enough for the output to depend on every prompt token.
 """
 
 from __future__ import annotations

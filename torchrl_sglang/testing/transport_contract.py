@@ -1,4 +1,4 @@
-"""The contract of a transport of weights, as tests: who writes one proves it so."""
+"""Contract tests for weight transports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_sglang.weight_update.weights import Weights
 
 
 class TransportContract(abc.ABC):
-    """Tests of a transport, for a subclass whose name pytest takes for tests.
+    """Contract tests for transports; subclass as ``TestMyTransport``.
 
     Examples:
         >>> class TestMine(TransportContract):
@@ -32,11 +32,11 @@ class TransportContract(abc.ABC):
     """
 
     tolerance = 1e-4
-    """Greatest error of servers that hold what was sent, for float32."""
+    """Greatest error of servers with the sent weights, for float32."""
 
     @abc.abstractmethod
     def make(self) -> WeightTransport:
-        """Returns a transport to an engine's servers that is not connected."""
+        """Returns an unconnected transport to an engine's servers."""
 
     @abc.abstractmethod
     def weights(self, seed: int) -> Weights:
@@ -44,13 +44,13 @@ class TransportContract(abc.ABC):
 
     @abc.abstractmethod
     def error(self, seed: int) -> float:
-        """Returns how far the servers' answers are from these weights' own.
+        """Returns the distance between the servers' outputs and these weights' own.
 
         For instance the greatest difference of log-probs from Hugging Face's model.
         """
 
     def test_weights_arrive_and_the_next_ones_replace_them(self) -> None:
-        """A report says what was sent."""
+        """A report describes the sent weights."""
         transport = self.make()
         try:
             for seed in (1, 2):
@@ -98,9 +98,9 @@ class TransportContract(abc.ABC):
 def update(transport: WeightTransport, weights: Weights) -> SyncReport:
     """Sends weights in the order of every update."""
     engine = transport._engine
-    known = max(int(v) if v.isdigit() else 0 for v in versions(engine))
+    newest = max(int(v) if v.isdigit() else 0 for v in versions(engine))
     return session.update_weights(
-        engine, transport, weights, version=str(1 + known), pause_mode="retract"
+        engine, transport, weights, version=str(1 + newest), pause_mode="retract"
     )
 
 
@@ -114,5 +114,5 @@ def failure(transport: WeightTransport, weights: Weights) -> str:
 
 
 def versions(engine: RLSGLangEngine) -> tuple[str, str]:
-    """Returns the version that requests get, and the newest of whole weights."""
+    """Returns the weight version of requests, and the newest of whole weights."""
     return engine.weight_version, engine.newest_version

@@ -1,7 +1,7 @@
-"""Talking to servers: ``http`` carries requests, ``control`` has a method per verb.
+"""HTTP communication with servers.
 
-``fan_out`` calls many servers with a bounded number of calls in flight,
-``capabilities`` finds out what a server can do, ``model_info`` reads the served model.
-Requests come in with a URL and a timeout; JSON or a typed error comes out. Imports
-``support`` only.
+``http`` sends requests, and ``control`` has a method per verb of SGLang. ``fan_out``
+calls many servers with a bounded number of calls in flight, ``capabilities`` detects a
+server's capabilities, ``model_info`` reads the served model. Inputs are a URL and a
+timeout; the result is JSON or a typed error. Imports only ``support``.
 """

@@ -1,6 +1,6 @@
-"""Detects the capabilities of a server from its routes and answers.
+"""Detects the capabilities of a server from its routes and responses.
 
-This is the only file that knows how SGLang's versions differ. It never reads version
+Only this file handles differences between SGLang's versions. It never reads version
 numbers, so a new release needs no change as long as it keeps the routes.
 """
 
@@ -33,10 +33,10 @@ from torchrl_sglang.types import (
 )
 
 CONNECT_TIMEOUT_SECONDS = 30.0
-"""Timeout of each question to a server."""
+"""Timeout of each query to a server."""
 
 _SECRET = ("api_key", "password", "launch_command", "internal_states")
-"""Suffixes of arguments that are not kept: a server reveals its keys."""
+"""Suffixes of arguments that are dropped: a server reveals its keys."""
 
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
@@ -67,7 +67,7 @@ _MAY_DIFFER = {
     "start_id",
     "server_args",
 }
-"""Capabilities that servers of one engine need not share."""
+"""Capabilities that may differ between the servers of an engine."""
 
 _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "enable_memory_saver": (True,),
@@ -77,8 +77,8 @@ _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "enable_hierarchical_cache": (False, None),
     "disaggregation_mode": ("null", None),
 }
-"""Argument values with which a server can release memory. Without the first it only
-reports that it did; with other values it can end."""
+"""Argument values with which a server can release memory. Without the first, it reports
+a release without effect; with other values, it can end."""
 
 
 def sleep_obstacles(
@@ -114,11 +114,11 @@ def check_weight_route(
     """Raises :class:`UnsupportedByServerError` if whole weights would break a server.
 
     Args:
-        capabilities: of the servers.
-        route: that the weights would come by.
-        quantized: the servers that they were encoded for, by
+        capabilities: capabilities of the servers.
+        route: route of the weights.
+        quantized: quantization of the encoded weights, as
             ``ServerCapabilities.quantized``.
-        draft: what is to happen to a draft model.
+        draft: treatment of a draft model.
     """
     if capabilities.quantized not in (None, quantized):
         raise UnsupportedByServerError(
@@ -144,11 +144,11 @@ async def find_out(
     trust_remote_code: bool = False,
     reader: ModelReader | None = None,
 ) -> ServerCapabilities:
-    """Asks the server at ``url`` what it can do.
+    """Detects the capabilities of the server at ``url``.
 
-    ``model`` is a folder or hub name with the served model's ``config.json``, where the
-    path that the server reports cannot be read here. ``reader`` is shared by servers
-    that are asked at the same time.
+    ``model`` is a folder or hub name with the served model's ``config.json``, if the
+    path that the server reports cannot be read here. ``reader`` is shared by concurrent
+    detections.
     """
 
     async def ask(path: str) -> dict[str, Any]:
@@ -204,7 +204,7 @@ async def find_out(
 
 
 def fields_of(described: Mapping[str, Any], path: str) -> set[str]:
-    """Returns the fields that a route takes, from an OpenAPI description."""
+    """Returns the fields of a route, from an OpenAPI description."""
     try:
         content = described["paths"][path]["post"]["requestBody"]["content"]
         schema: Any = content["application/json"]["schema"]
@@ -218,14 +218,14 @@ def fields_of(described: Mapping[str, Any], path: str) -> set[str]:
 
 
 def adapters_in(models: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the LoRA adapters among what a server answers to ``/v1/models``."""
+    """Returns the LoRA adapters in a server's response of ``/v1/models``."""
     return tuple(str(card["id"]) for card in models["data"] if card.get("parent"))
 
 
 def _first(routes: Collection[str], candidates: tuple[str, ...], url: str) -> str:
-    found = next((route for route in candidates if route in routes), None)
-    if found is not None:
-        return found
+    match = next((route for route in candidates if route in routes), None)
+    if match is not None:
+        return match
     raise UnsupportedByServerError(
         f"The server at {url} has none of the routes {', '.join(candidates)}; its "
         f"version of SGLang is too old or too new for this package."
@@ -233,27 +233,27 @@ def _first(routes: Collection[str], candidates: tuple[str, ...], url: str) -> st
 
 
 def weight_loaders(server_info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns the names of the weight loaders that a server was started with."""
+    """Returns the names of a server's weight loaders."""
     return tuple(_names(server_info, "custom_weight_loader"))
 
 
 def start_id(server_info: Mapping[str, Any]) -> str:
-    """Returns what differs from one start of a server to the next.
+    """Returns an identifier of a server's start.
 
-    That is how long the phases of its start took, to the nanosecond, and the seed that
-    it has drawn, where it was given none.
+    It consists of the durations of the start's phases, in nanoseconds, and the seed
+    that the server has drawn if it was given none.
     """
     states = server_info.get("internal_states") or ()
     times = [server_info.get("startup_time"), *(s.get("startup_time") for s in states)]
-    known = [server_info.get("random_seed"), *times]
-    found = [each for each in known if each is not None]
-    return msgspec.json.encode(found).decode() if found else ""
+    values = [server_info.get("random_seed"), *times]
+    present = [value for value in values if value is not None]
+    return msgspec.json.encode(present).decode() if present else ""
 
 
 def check_same(
     first: ServerCapabilities, first_url: str, other: ServerCapabilities, other_url: str
 ) -> None:
-    """Raises unless two servers are alike enough for one engine."""
+    """Raises unless two servers are compatible in one engine."""
     for name in (f.name for f in fields(first) if f.name not in _MAY_DIFFER):
         one, two = getattr(first, name), getattr(other, name)
         if one != two:
@@ -278,7 +278,7 @@ def interpret(
     quantization: Mapping[str, Any] | None = None,
     experts: ExpertShape | None = None,
 ) -> ServerCapabilities:
-    """Derives the capabilities from the answers of a server. Pure."""
+    """Derives the capabilities from the responses of a server."""
     if not model_info.get("is_generation", True):
         raise UnsupportedByServerError(
             f"The server at {url} serves {model_info.get('model_path')!r}, which does "
@@ -325,9 +325,8 @@ def interpret(
         keeps_weights=has("enable_weights_cpu_backup"),
         tells_paused="/ready" in routes,
         start_id=start_id(server_info),
-        # Training on policy switches deterministic inference on. Where drafts are
-        # verified, older servers ignore seeds, and what drafts there are depends on
-        # other requests.
+        # Training on policy enables deterministic inference. With speculative decoding,
+        # older servers ignore seeds, and drafts depend on other requests.
         uses_seeds=has("enable_deterministic_inference", "rl_on_policy_target")
         and not has("speculative_algorithm"),
         speculates=has("speculative_algorithm"),
@@ -341,7 +340,7 @@ def interpret(
         feeds_draft="selector" in begin_fields or _feeds_draft(server_info),
         has_traced_loader=TRACED_LOADER in _names(server_info, "custom_weight_loader"),
         quantized=find_quantization(quantization, args),
-        # Stored prefixes have had keys since servers have told that they are ready.
+        # Stored prefixes have keys in versions with a readiness route.
         stores_stale_prefixes=args.hicache_storage_backend is not None
         and "/ready" not in routes,
         experts=experts,
@@ -355,9 +354,9 @@ def interpret(
 
 
 def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None:
-    """Returns where the weights of a draft model come from.
+    """Returns the source of a draft model's weights.
 
-    A model that predicts several tokens (MTP, NEXTN) drafts for itself: SGLang names
+    A model that predicts several tokens (MTP, NEXTN) drafts for itself: SGLang reports
     the served model as its draft, or none. NGRAM drafts from texts.
     """
     algorithm = server_info.get("speculative_algorithm")
@@ -368,23 +367,23 @@ def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None
 
 
 def _graphs_up_to(server_info: Mapping[str, Any], args: ServerArgs) -> int | None:
-    """Returns for how many requests at once there are CUDA graphs, if more can run."""
+    """Returns the number of requests with CUDA graphs, if more can run."""
     decoding = _mapping(_mapping(server_info.get("cuda_graph_config")).get("decode"))
     limit = decoding.get("max_bs")
     if args.device != "cuda" or decoding.get("backend") == "disabled":
         return None
     states = server_info.get("internal_states") or [{}]
-    most = states[0].get("effective_max_running_requests_per_dp")
-    if not isinstance(limit, int) or (isinstance(most, int) and most <= limit):
+    top = states[0].get("effective_max_running_requests_per_dp")
+    if not isinstance(limit, int) or (isinstance(top, int) and top <= limit):
         return None
     return limit
 
 
 def _feeds_draft(server_info: Mapping[str, Any]) -> bool:
-    """Returns whether an SGLang without selectors can give tensors to its draft.
+    """Returns whether an SGLang without selectors can load tensors into its draft.
 
-    Its worker for other algorithms, and for several layers that predict, raises an
-    error when it is given some, and the server ends.
+    Its workers for other algorithms, and for multi-layer prediction, raise an error on
+    such tensors, and the server ends.
     """
     algorithm = str(server_info.get("speculative_algorithm")).upper()
     return algorithm in _FED_BY_TENSORS and not server_info.get(

@@ -1,7 +1,7 @@
-"""Control calls: one method per verb of SGLang, sent to every server directly.
+"""Control calls: a method per verb of SGLang, sent to every server directly.
 
-A call succeeds only if every server accepts it; otherwise the error names the server
-that failed. The router is never asked.
+A call succeeds only if every server accepts it; otherwise the error names the failed
+server. Control calls bypass the router.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torchrl_sglang.types import (
 )
 
 CONTROL_TIMEOUT_SECONDS = 60.0
-"""Default timeout of one control call."""
+"""Default timeout of a control call."""
 
 IDLE_SECONDS = 1.0
-"""How long a server may take to be idle: it answers a request before it ends it."""
+"""Timeout for a server to become idle: it answers a request before it ends it."""
 
 IDLE_POLL_SECONDS = 0.02
 
@@ -47,24 +47,24 @@ QUERY_TIMEOUT_SECONDS = 10.0
 LoadFormat = (
     Literal["flattened_bucket", "safetensors", "torchrl_sglang_loader.load"] | None
 )
-"""Format in which servers read weights; an unknown one ends a server."""
+"""Format of weights for servers; an unknown format ends a server."""
 
 Errors = dict[str, SGLangError | None]
-"""Each server's error, or ``None`` where the call succeeded."""
+"""Each server's error, or ``None`` on success."""
 
 Urls = Sequence[str] | None
-"""The servers that a call goes to; ``None``: all that run."""
+"""Target servers of a call; ``None``: all running servers."""
 
 
 class Servers(Protocol):
-    """The servers that control calls go to."""
+    """Target servers of control calls."""
 
     paused: bool
     """Whether this engine object paused generation."""
 
     @property
     def urls(self) -> Sequence[str]:
-        """Servers that run, in the order of their ranks."""
+        """Running servers, in the order of their ranks."""
 
     @property
     def membership_epoch(self) -> int:
@@ -72,7 +72,7 @@ class Servers(Protocol):
 
     @property
     def asleep(self) -> Collection[str]:
-        """Tags of the released memory; nothing may be computed while there are any."""
+        """Tags of the released memory; computation requires that there are none."""
 
 
 class ControlPlane:
@@ -90,7 +90,7 @@ class ControlPlane:
 
     @property
     def urls(self) -> Sequence[str]:
-        """Servers that run, in the order of their ranks."""
+        """Running servers, in the order of their ranks."""
         return self._servers.urls
 
     @property
@@ -124,7 +124,7 @@ class ControlPlane:
                 content = response.json() if is_json else None
             except SGLangError as error:
                 return error
-            # Older versions answer 200 and say in the body that they failed.
+            # Older versions answer 200 and report failure in the body.
             if isinstance(content, dict) and content.get("success") is False:
                 reason = content.get("message", content)
                 return RequestRefusedError(f"{url}{path} refused: {reason}")
@@ -195,15 +195,15 @@ class ControlPlane:
     async def weight_loaders(
         self, *, timeout: float = QUERY_TIMEOUT_SECONDS, urls: Urls = None
     ) -> list[tuple[str, ...]]:
-        """Returns the names of the weight loaders that each server has now."""
+        """Returns the current weight loaders' names of each server."""
         answers = await self._get(self.capabilities.info_route, timeout, urls)
         return [weight_loaders(answer) for answer in answers]
 
     async def schedulers_answer(self, *, timeout: float) -> Errors:
         """Checks that every scheduler works, by a cheap task.
 
-        Most other questions are answered by a process in front of it, even while the
-        scheduler hangs. A refusal is an answer, and a wrong key no reason to restart.
+        A process in front of it answers most other queries, even while the scheduler
+        hangs. A refusal is a response, and a wrong key no reason for a restart.
         """
         errors = await self._errors("/flush_cache", None, timeout)
         answers = (RequestRefusedError, ConfigurationError)
@@ -213,7 +213,7 @@ class ControlPlane:
         }
 
     async def running_requests(self, *, timeout: float = QUERY_TIMEOUT_SECONDS) -> int:
-        """Returns how many requests run on all servers together."""
+        """Returns the number of running requests on all servers together."""
         return sum(running for running, _ in await self.loads(timeout=timeout))
 
     async def loads(
@@ -235,7 +235,7 @@ class ControlPlane:
         return *_load(answer), usage
 
     async def cache_usages(self) -> list[float]:
-        """Returns how much of each server's KV cache is in use, from 0 to 1."""
+        """Returns the used share of each server's KV cache, from 0 to 1."""
         answers = await self._get(self.capabilities.load_route, QUERY_TIMEOUT_SECONDS)
         return [_cache_usage(answer) for answer in answers]
 
@@ -259,19 +259,19 @@ class ControlPlane:
         return await self._all("/get_weights_by_name", payload, timeout, urls)
 
     async def set_weight_version(self, version: str, *, timeout: float) -> None:
-        """Gives the weights that each server holds a version."""
+        """Sets the version of the weights that each server holds."""
         payload = {"new_version": version, "abort_all_requests": False}
         await self._all("/update_weight_version", payload, timeout)
 
     async def loader_states(
         self, name: str, *, timeout: float, urls: Urls = None
     ) -> dict[str, list[float] | None]:
-        """Returns what each server's weight loader tells of itself; None: nothing.
+        """Returns the state of each server's weight loader; None: it has none.
 
         Args:
-            name: that the loader answers to, beside the names of weights.
+            name: name of the loader's state, beside the names of weights.
             timeout: in seconds.
-            urls: of the servers.
+            urls: the servers.
 
         Raises:
             ServerError: if a server does not answer.
@@ -297,8 +297,8 @@ class ControlPlane:
     ) -> list[list[list[float]]]:
         """Returns, per server and prompt, the log-prob of each token but the first.
 
-        ``cache_key`` is the weight version, so that no older prefix cache is used;
-        ``adapter`` the served name of a LoRA adapter.
+        ``cache_key`` is the weight version, to avoid an older prefix cache; ``adapter``
+        the served name of a LoRA adapter.
         """
         payload = {
             "input_ids": [list(prompt) for prompt in prompts],
@@ -321,7 +321,7 @@ class ControlPlane:
     async def parse_response(
         self, path: str, content: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns what the parser of the first server that answers finds in a response.
+        """Returns the parsed response, from the first server that answers.
 
         Args:
             path: ``"/parse_function_call"`` or ``"/separate_reasoning"``.
@@ -347,14 +347,14 @@ class ControlPlane:
         """Pauses generation.
 
         A scheduler handles control calls in order, between two steps, so no step runs
-        during a later call. Do not ask for loads meanwhile: some versions answer with
-        the last value before the pause.
+        during a later call. Do not query loads during a pause: some versions return the
+        last value before it.
         """
         self._servers.paused = True
         await self._all("/pause_generation", {"mode": mode}, timeout)
 
     async def resume(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> None:
-        """Resumes generation, unless servers are asleep: waking them up does so."""
+        """Resumes generation, unless servers are asleep: their wake-up does so."""
         if not self._servers.asleep:
             await self._all("/continue_generation", {}, timeout)
             self._servers.paused = False
@@ -364,7 +364,7 @@ class ControlPlane:
         await self._all("/abort_request", {"abort_all": True}, timeout)
 
     async def flush_cache(self, *, timeout: float = CONTROL_TIMEOUT_SECONDS) -> bool:
-        """Empties the prefix caches; returns False if a server is too busy to."""
+        """Empties the prefix caches; returns False if a server is too busy."""
         try:
             await self._all("/flush_cache", None, timeout)
         except RequestRefusedError:
@@ -372,7 +372,7 @@ class ControlPlane:
         return True
 
     async def flush_when_idle(self) -> bool:
-        """The same, and waits a second for servers to end what they have answered.
+        """Empties the prefix caches, and waits a second for busy servers.
 
         SGLang's own timeout for this is not used: a paused server never answers then.
         """
@@ -409,11 +409,11 @@ class ControlPlane:
     # Weights.
 
     async def init_weights_update_group(self, *, timeout: float, **group: Any) -> None:
-        """Has every server join a process group whose rank 0 is the sender.
+        """Makes every server join a process group whose rank 0 is the sender.
 
         ``group``: ``master_address``, ``master_port``, ``world_size``, ``group_name``
-        and ``backend``. Server ``i`` has ranks ``1 + i * tp_size * pp_size`` and on.
-        Raises as soon as one server fails, as the others wait for it.
+        and ``backend``. The ranks of server ``i`` begin at ``1 + i * tp_size *
+        pp_size``. Raises as soon as a server fails, as the others wait for it.
         """
         ranks = self.capabilities.tp_size * self.capabilities.pp_size
         path = "/init_weights_update_group"
@@ -427,7 +427,7 @@ class ControlPlane:
     async def destroy_weights_update_group(
         self, group_name: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> None:
-        """Has every server leave a process group."""
+        """Makes every server leave a process group."""
         payload = {"group_name": group_name}
         await self._all("/destroy_weights_update_group", payload, timeout)
 
@@ -441,16 +441,16 @@ class ControlPlane:
         """Raises :class:`.UnsupportedByServerError` if weights would break a server.
 
         Args:
-            route: that the weights would come by.
-            quantized: the servers that they were encoded for.
-            draft: what is to happen to a draft model.
+            route: route of the weights.
+            quantized: quantization of the encoded weights.
+            draft: treatment of a draft model.
         """
         check_weight_route(self.capabilities, route, quantized=quantized, draft=draft)
 
     async def begin_weight_update(
         self, *, urls: Urls = None, draft: DraftUpdate = "auto"
     ) -> None:
-        """Opens an update session, on servers that have such sessions."""
+        """Opens an update session, on servers with such sessions."""
         if self.capabilities.needs_update_session:
             fields = model_fields(self.capabilities, None, draft)
             await self._all(
@@ -469,7 +469,7 @@ class ControlPlane:
     async def end_weight_update(
         self, *, timeout: float = CONTROL_TIMEOUT_SECONDS, urls: Urls = None
     ) -> None:
-        """Closes the update session, on servers that have such sessions."""
+        """Closes the update session, on servers with such sessions."""
         if self.capabilities.needs_update_session:
             await self._all("/end_weight_update", {}, timeout, urls)
 
@@ -492,19 +492,19 @@ class ControlPlane:
         draft: DraftUpdate = "auto",
         **fields: Any,
     ) -> None:
-        """Has servers load weights from a process group, a folder or the request.
+        """Loads weights into servers from a process group, a folder or the request.
 
-        ``fields`` are those of SGLang's route. ``load_format`` is
-        ``"flattened_bucket"`` where all tensors come as one, the name of a loader that
-        the servers were started with, and of a folder by default
-        the one of the server's start, which reads no files where it is ``"dummy"``.
-        ``weight_version``, given with the last part, is reported from then on.
+        ``fields`` are the fields of SGLang's route. ``load_format`` is
+        ``"flattened_bucket"`` for tensors in one buffer, or the name of a loader of the
+        servers; for a folder, it defaults to the format of the server's start, which
+        reads no files if it is ``"dummy"``. ``weight_version``, given with the last
+        part, is reported from then on.
         """
         payload = {
             **fields,
             **model_fields(self.capabilities, source, draft),
             "load_format": load_format,
-            # An update that flushes while requests are queued kills some versions.
+            # A flush while requests are queued kills some versions.
             "flush_cache": False,
             "abort_all_requests": False,
             "weight_version": weight_version,
@@ -526,10 +526,10 @@ class ControlPlane:
         timeout: float = CONTROL_TIMEOUT_SECONDS,
         urls: Urls = None,
     ) -> Errors:
-        """Has servers load an adapter under a new name; returns each one's error.
+        """Loads an adapter into servers under a new name; returns each server's error.
 
-        It is in a folder that they read, or the text of :func:`.payload.to_text`, with
-        the content of PEFT's ``adapter_config.json``.
+        It is in a folder that they can read, or the text of :func:`.payload.to_text`,
+        with the content of PEFT's ``adapter_config.json``.
         """
         payload = {"lora_name": name, "pinned": pinned}
         if path is not None:
@@ -550,17 +550,17 @@ class ControlPlane:
     async def unload_lora_adapter(
         self, name: str, *, timeout: float = CONTROL_TIMEOUT_SECONDS
     ) -> Errors:
-        """Has servers drop an adapter; returns each one's error.
+        """Drops an adapter on servers; returns each server's error.
 
-        A server drops it after the last request that uses it, and loads or drops no
-        other adapter until then: for ever, while generation is paused.
+        A server drops it after its last request, and loads or drops no other adapter
+        before: forever, while generation is paused.
         """
         return await self._errors("/unload_lora_adapter", {"lora_name": name}, timeout)
 
 
 def _loads(answer: Any) -> list[dict[str, Any]]:
     """Returns the load of each data-parallel rank of a server."""
-    # /v1/loads answers with a mapping that holds the list, /get_load with the list.
+    # /v1/loads returns a mapping with the list, /get_load the list.
     return list(answer.get("loads", []) if isinstance(answer, dict) else answer)
 
 

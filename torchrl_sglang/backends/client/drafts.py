@@ -1,4 +1,4 @@
-"""Which models of a server with speculative decoding a weight update is for."""
+"""Target models of a weight update with speculative decoding."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchrl_sglang.types import DraftUpdate, ServerCapabilities, WeightRoute
 
 
 def drafts_by_ngrams(server_args: Mapping[str, Any]) -> bool:
-    """Returns whether a server takes its drafts from texts, not from a model."""
+    """Returns whether a server's drafts come from texts, not from a model."""
     return str(server_args.get("speculative_algorithm")).upper() == "NGRAM"
 
 
 def updates_draft(capabilities: ServerCapabilities, draft: DraftUpdate) -> bool:
-    """Returns whether an update is for the draft model, too."""
+    """Returns whether an update includes the draft model."""
     if draft == "auto":
         return capabilities.draft == "same"
     return draft == "update"
@@ -24,12 +24,12 @@ def updates_draft(capabilities: ServerCapabilities, draft: DraftUpdate) -> bool:
 def model_fields(
     capabilities: ServerCapabilities, route: WeightRoute | None, draft: DraftUpdate
 ) -> dict[str, Any]:
-    """Returns the fields of a call that say which models it is for.
+    """Returns the fields of a call that select its models.
 
     Args:
-        capabilities: of the servers.
-        route: of the weights; ``None`` for the call that opens an update session.
-        draft: what happens to the draft model.
+        capabilities: capabilities of the servers.
+        route: route of the weights; ``None`` for the call that opens an update session.
+        draft: treatment of the draft model.
     """
     if capabilities.draft is None or route == "disk":
         return {}
@@ -44,15 +44,15 @@ def model_fields(
 def check_draft(
     capabilities: ServerCapabilities, route: WeightRoute, draft: DraftUpdate
 ) -> None:
-    """Checks that servers can do with the draft model what an update asks for.
+    """Checks that servers support an update's treatment of the draft model.
 
     Args:
-        capabilities: of the servers.
-        route: that the weights would come by.
-        draft: what is to happen to the draft model.
+        capabilities: capabilities of the servers.
+        route: route of the weights.
+        draft: treatment of the draft model.
 
     Raises:
-        UnsupportedByServerError: naming what else works.
+        UnsupportedByServerError: with the alternatives.
     """
     if capabilities.draft is None:
         if draft == "update":
@@ -96,7 +96,7 @@ def check_draft(
 
 
 def _check_ngram(capabilities: ServerCapabilities, route: WeightRoute) -> None:
-    """Raises the error if a server that has no draft model would end."""
+    """Raises the error if a server without a draft model would end."""
     ends = route == "disk" and not capabilities.selects_draft
     if ends and drafts_by_ngrams(capabilities.server_args):
         raise UnsupportedByServerError(

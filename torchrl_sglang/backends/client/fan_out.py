@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 AT_ONCE = 256
-"""Default for the most calls in flight.
+"""Default limit of calls in flight.
 
-A quarter keeps one process busy, on any network, as a call takes it some time. The
-rest is room for servers that do not answer, whose timeouts pass at the same time.
+A quarter keeps one process busy, on any network, as a call takes CPU time. The
+remainder is for unresponsive servers, whose timeouts run concurrently.
 """
 
 S = TypeVar("S")
@@ -23,11 +23,11 @@ async def fan_out(
     *,
     at_once: int | None = AT_ONCE,
 ) -> list[T]:
-    """Returns what ``call`` returns for each target, in their order.
+    """Returns the results of ``call`` for all targets, in order.
 
     A call begins, and so does its timeout, when fewer than ``at_once`` are in flight;
-    with ``None`` all begin at once, which servers need that wait for each other. The
-    first error ends all calls and is raised.
+    with ``None`` all begin at once, for servers that wait for each other. The first
+    error ends all calls and is raised.
     """
     waiting = list(targets)
     results: dict[int, T] = {}

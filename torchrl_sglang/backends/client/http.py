@@ -44,17 +44,17 @@ KEEPALIVE_SECONDS = 3.0
 CONNECT_TIMEOUT_SECONDS = 10.0
 
 SILENCE_SECONDS, PROBES, PROBE_SECONDS = 10, 3, 5
-"""A machine that acknowledges nothing is gone: after 10 s without a packet it is asked
-three times, every 5 s. Servers that are busy, paused or stopped still acknowledge."""
+"""A machine without acknowledgements is gone: after 10 s without a packet it is probed
+three times, every 5 s. Busy, paused or stopped servers still acknowledge."""
 
 NO_FILE_SECONDS = 0.05
-"""Delay before a request that found no free file for its connection is retried."""
+"""Delay before the retry of a request without a free file for its connection."""
 
 EXIT_SECONDS = 2.0
 """Timeout for closing connections when the interpreter exits."""
 
 STREAMED_BODY_BYTES = 1 << 20
-"""A larger body is written in pieces, so that other requests are sent meanwhile."""
+"""A larger body is written in pieces, so that other requests can be sent in between."""
 
 OPEN_ROUTES = frozenset(
     {
@@ -63,7 +63,7 @@ OPEN_ROUTES = frozenset(
         *("health", "health_generate", "ready", "metrics", "workers"),
     }
 )
-"""Routes, beside those below ``/v1``, that take the ``api_key`` also where there is an
+"""Routes, beside those below ``/v1``, that accept the ``api_key`` even if there is an
 ``admin_api_key`` (``auth_level`` in ``sglang/srt/entrypoints/http_server.py``)."""
 
 DENIED = (401, 403)
@@ -75,23 +75,23 @@ END_SECONDS = 1.0
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
 NOT_JSON = (ValueError, RecursionError)
-"""Errors of decoding a body that is not JSON."""
+"""Errors of decoding a body other than JSON."""
 
 ERROR_BODY_CHARACTERS = 2000
-"""Characters of an error's body that a message quotes."""
+"""Quoted characters of an error's body in a message."""
 
 _CLOSING = collections.deque[concurrent.futures.Future[None]](maxlen=64)
-"""The latest sessions that are being closed."""
+"""The latest closing sessions."""
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 T = TypeVar("T")
 
 OTHER_FILES = 256
-"""Open files for everything but generation requests: control calls, aborts, libraries,
+"""Open files besides generation requests: control calls, aborts, libraries,
 checkpoints, idle connections."""
 
 FEWEST_IN_FLIGHT = 16
-"""At least this many requests are in flight, however low the limit is."""
+"""Least number of requests in flight, despite a low limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class HttpResponse:
 
 
 def encode(payload: Any) -> bytes:
-    """Returns a payload as JSON, which several requests can share."""
+    """Returns a payload as JSON, for sharing between requests."""
     try:
         return msgspec.json.encode(payload)
     except (TypeError, ValueError, RecursionError) as error:
@@ -195,13 +195,13 @@ class HttpClient:
         self._in_flight: dict[asyncio.Timeout, tuple[str, float]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own: dict[str, Any] = {"_session": None, "_session_pid": None, "_in_flight": {}}
-        return {**self.__dict__, **own}
+        reset: dict[str, Any] = {"_session": None, "_session_pid": None}
+        return {**self.__dict__, **reset, "_in_flight": {}}
 
     def _get_session(self) -> aiohttp.ClientSession:
         # A forked child must not touch its parent's sockets, so it opens its own.
-        own = self._session_pid == os.getpid()
-        if self._session is None or self._session.closed or not own:
+        is_own = self._session_pid == os.getpid()
+        if self._session is None or self._session.closed or not is_own:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0,
@@ -211,9 +211,9 @@ class HttpClient:
                 headers={"Content-Type": "application/json"},
             )
             self._session_pid = os.getpid()
-            self._in_flight = {} if not own else self._in_flight
-            # The finalizer keeps the session alive until it is closed, also when the
-            # client is collected together with it or the interpreter exits.
+            self._in_flight = {} if not is_own else self._in_flight
+            # The finalizer keeps the session alive until it is closed, also when it is
+            # collected with the client or the interpreter exits.
             weakref.finalize(self, _close_session, self._session, os.getpid())
         return self._session
 
@@ -260,24 +260,24 @@ class HttpClient:
             if not 200 <= status < 300:
                 body = await response.read()
                 HttpResponse(url=url, status=status, body=body).raise_for_status()
-            rest, searched = bytearray(), 0
+            buffer, searched = bytearray(), 0
             async for chunk in response.content.iter_any():
-                rest += chunk
+                buffer += chunk
                 # An event can be as long as thousands of chunks.
-                while (end := rest.find(EVENT_END, searched)) >= 0:
-                    content = bytes(rest[:end]).removeprefix(b"data:").strip()
+                while (end := buffer.find(EVENT_END, searched)) >= 0:
+                    content = bytes(buffer[:end]).removeprefix(b"data:").strip()
                     if content == LAST_EVENT:
-                        # The connection can be used again once the body has ended.
+                        # The connection is reusable after the end of the body.
                         with suppress(aiohttp.ClientError, TimeoutError):
                             async with asyncio.timeout(END_SECONDS):
                                 await response.read()
                         return
                     on_event(HttpResponse(url=url, status=status, body=content))
-                    del rest[: end + len(EVENT_END)]
+                    del buffer[: end + len(EVENT_END)]
                     searched = 0
-                searched = max(len(rest) - len(EVENT_END) + 1, 0)
+                searched = max(len(buffer) - len(EVENT_END) + 1, 0)
             raise ServerUnavailableError(
-                f"{url} stopped in the middle of its answer: {bytes(rest[:200])!r}.",
+                f"{url} stopped in the middle of its answer: {bytes(buffer[:200])!r}.",
                 transient=True,
                 status=status,
             )
@@ -293,7 +293,7 @@ class HttpClient:
         headers: Mapping[str, str],
         read: Callable[[aiohttp.ClientResponse], Awaitable[T]],
     ) -> T:
-        """Sends a request and reads its response; maps aiohttp's errors to our own."""
+        """Sends a request and reads its response; maps aiohttp's errors."""
         check_seconds("timeout", timeout)
         if payload is None or isinstance(payload, bytes):
             data = payload
@@ -303,9 +303,9 @@ class HttpClient:
         headers = {**self._login(url), **headers}
         status = None
         while True:
-            left = max(deadline - time.monotonic(), 1e-3)
+            remaining = max(deadline - time.monotonic(), 1e-3)
             limits = aiohttp.ClientTimeout(
-                total=left, sock_connect=min(left, CONNECT_TIMEOUT_SECONDS)
+                total=remaining, sock_connect=min(remaining, CONNECT_TIMEOUT_SECONDS)
             )
             # aiohttp writes bytes in one go, and a buffer in pieces.
             large = data is not None and len(data) > STREAMED_BODY_BYTES
@@ -320,7 +320,7 @@ class HttpClient:
                         status = response.status
                         return await read(response)
             except SGLangError:
-                # Some of them are built-in errors of the kinds below, too.
+                # Some of them are also built-in errors of the kinds below.
                 raise
             except aiohttp.ConnectionTimeoutError:
                 raise ServerUnavailableError(
@@ -362,16 +362,16 @@ class HttpClient:
                     f"({open_files_limit()} are allowed). Raise the limit (ulimit -n), "
                     f"or lower max_in_flight."
                 )
-            # Nothing was sent. Connections become free as others are answered.
+            # Nothing was sent. Connections become free when others end.
             await asyncio.sleep(NO_FILE_SECONDS)
 
     def _login(self, url: str) -> dict[str, str]:
-        """Returns the header with which a server lets a request to a URL in."""
+        """Returns the authorization header of a request to a URL."""
         place = url if self._credentials else ""
         while place:
             if place in self._credentials:
                 return {"Authorization": self._credentials[place]}
-            # An address may have a path, and a request's begins with that.
+            # An address may have a path, which is a prefix of the request's.
             place = place.rpartition("/")[0]
         path = url.partition("?")[0]
         is_open = "/v1/" in path or path.rpartition("/")[2] in OPEN_ROUTES
@@ -382,24 +382,23 @@ class HttpClient:
     def give_up(self, server: str, *, before: float = math.inf) -> None:
         """Fails the requests to a server that began ``before``, as if it hung up.
 
-        A machine that is gone closes no connection. To be called on the background
-        loop.
+        A dead machine closes no connection. Call it on the background loop.
         """
         now = asyncio.get_running_loop().time()
         for request, (url, begun) in self._in_flight.items():
-            mine = begun < before and url.startswith(f"{server}/")
-            if mine and not request.expired():
+            is_target = begun < before and url.startswith(f"{server}/")
+            if is_target and not request.expired():
                 request.reschedule(now)
 
     async def close(self) -> None:
-        """Closes the pool; the next request opens a new one."""
+        """Closes the pool; the next request opens a new pool."""
         session, self._session = self._session, None
         if session is not None and self._session_pid == os.getpid():
             await session.close()
 
 
 def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Returns a socket whose connection breaks when the other machine is gone."""
+    """Returns a socket whose connection breaks when the remote machine is gone."""
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -412,7 +411,7 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 def get(
     url: str, *, timeout: float, headers: Mapping[str, str] | None = None
 ) -> HttpResponse:
-    """Sends one GET and waits for it; for threads that watch a server start."""
+    """Sends a GET request and waits for it; for threads that watch a server's start."""
 
     async def ask() -> HttpResponse:
         http = HttpClient()
@@ -436,23 +435,23 @@ def _wait_for_closing() -> None:
 
 
 def open_files_limit() -> int:
-    """Returns how many files this process may have open."""
+    """Returns the limit of open files of this process."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def limit_in_flight(wanted: int, servers: int = 1) -> int:
-    """Returns how many requests can be in flight; raises the limit if necessary.
+    """Returns the possible number of requests in flight; raises the limit if necessary.
 
     After a call to all servers, the connection to each is open for a while.
     """
-    others = _count_open_files() + OTHER_FILES + servers
-    needed = others + wanted
+    other_files = _count_open_files() + OTHER_FILES + servers
+    needed = other_files + wanted
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    allowed = min(wanted, max(soft - others, FEWEST_IN_FLIGHT))
+    allowed = min(wanted, max(soft - other_files, FEWEST_IN_FLIGHT))
     if allowed < wanted:
         torchrl_logger.warning(
             f"This process may have {soft} files open (ulimit -Hn), so {allowed} "
@@ -463,7 +462,7 @@ def limit_in_flight(wanted: int, servers: int = 1) -> int:
 
 
 def lacks_open_files(error: BaseException) -> bool:
-    """Returns whether a call failed because no more files can be opened."""
+    """Returns whether a call failed for lack of open files."""
     if _is_lack(error):
         return True
     # Resolving a host name fails without an errno.

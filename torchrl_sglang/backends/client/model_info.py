@@ -1,13 +1,13 @@
 """Reads the served model's files here: configuration, tokenizer, parameters.
 
-SGLang has no route that lists parameters. Its weight loaders take the names of a
+SGLang has no route that lists parameters. Its weight loaders expect the names of a
 checkpoint, so the Hugging Face model is built without memory (on the meta device) and
-asked what it would save. That can differ from what the module holds: transformers fuses
-the experts of a layer when it loads them. A loader drops a fused name without a word.
+its saved names are listed. They can differ from the module's: transformers fuses the
+experts of a layer on loading. A loader silently drops a fused name.
 
-A server that loaded weights from a folder names that folder as its model from then on.
-The folder is removed when newer weights are written, so a mark in it names the model
-that the server was started with.
+A server that loaded weights from a folder reports that folder as its model. The folder
+is removed when newer weights are written, so a mark in it names the server's original
+model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrl_sglang.types import (
 )
 
 MARK = ".torchrl_sglang"
-"""Name of the file in a folder that this package made and may remove."""
+"""Name of the marker file in a folder of this package, which may be removed."""
 
 _EXPERT_COUNTS = (
     "n_routed_experts",
@@ -42,7 +42,7 @@ _EXPERT_COUNTS = (
     "num_experts",
     "moe_num_experts",
 )
-"""Names of the number of experts in configurations."""
+"""Configuration fields with the number of experts."""
 
 _IMPORTING = threading.Lock()
 
@@ -66,13 +66,13 @@ class ServedModel:
         self._dtype = capabilities.dtype
         self._tokenizer_path = path or capabilities.tokenizer_path
         self._trusted = trust_remote_code
-        # The revision belongs to the name that the server was started with.
+        # The revision belongs to the server's original model name.
         self._revision = None if path else capabilities.args.revision
         self._tokenizer: Any = None
         self._metadata: ModelMetadata | None = None
 
     def get_tokenizer(self, name: str | None = None) -> Any:
-        """Returns the served model's tokenizer, loaded once, or another one."""
+        """Returns the served model's tokenizer, loaded once, or another tokenizer."""
         if name is None and self._tokenizer is not None:
             return self._tokenizer
         from transformers import AutoTokenizer
@@ -108,7 +108,7 @@ class ServedModel:
         return dict(self._metadata)
 
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        """Returns the parameters that a module and a checkpoint hold differently."""
+        """Returns the parameters whose layout differs between module and checkpoint."""
         return fused_from_config(self._load_config(), trust_remote_code=self._trusted)
 
     def _load_config(self) -> Any:
@@ -128,13 +128,13 @@ def metadata_from_config(
     model = _build(config, trust_remote_code)
     served = dtype or getattr(config, "dtype", None) or torch.float32
     held = _tensors(model)
-    found: ModelMetadata = {}
+    metadata: ModelMetadata = {}
     for name, saved in _saved(model).items():
-        # Buffers are kept as exact as they were trained.
+        # Buffers keep their trained precision.
         exact = name in held and not isinstance(held[name], torch.nn.Parameter)
         kind = held[name].dtype if exact else served
-        found |= {part_name: (kind, part.shape) for part_name, part in saved.items()}
-    return found
+        metadata |= {part_name: (kind, part.shape) for part_name, part in saved.items()}
+    return metadata
 
 
 def fused_from_config(
@@ -188,21 +188,21 @@ def _tensors(model: Any) -> dict[str, torch.Tensor]:
 def _saved(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Returns name in the module -> name in a checkpoint -> tensor, all on meta.
 
-    A checkpoint's tensor is a view of the module's, with its place in it. One that is
-    put together from several parameters is a copy, and has a name of its own. Some
-    versions of transformers make each part contiguous, which would copy it.
+    A checkpoint's tensor is a view of the module's, with its position in it. A tensor
+    that combines several parameters is a copy, and has a name of its own. Some versions
+    of transformers make each part contiguous, which would copy it.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     held = {name: value.detach() for name, value in _tensors(model).items()}
     owners = {value.untyped_storage()._cdata: name for name, value in held.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
+    by_owner: dict[str, dict[str, torch.Tensor]] = {name: {} for name in held}
     with _Views():
         converted = revert_weight_conversion(model, dict(held))
     for name, value in converted.items():
         owner = owners.get(value.untyped_storage()._cdata, name)
-        found.setdefault(owner, {})[name] = value
-    return {name: saved for name, saved in found.items() if saved}
+        by_owner.setdefault(owner, {})[name] = value
+    return {name: saved for name, saved in by_owner.items() if saved}
 
 
 class _Views(TorchFunctionMode):
@@ -222,7 +222,7 @@ def write_mark(folder: Path, model: str) -> None:
 
 
 def original_model(path: str) -> str:
-    """Returns the model that a checkpoint continues; ``path`` where it has no mark."""
+    """Returns the original model of a checkpoint; ``path`` if it has no mark."""
     try:
         return str(json.loads((Path(path) / MARK).read_text())["model"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -234,15 +234,15 @@ class ModelFacts:
     """Facts about a served model, read from its files."""
 
     path: str
-    """Folder or hub name that the files are read from."""
+    """Folder or hub name of the files."""
     vocab_size: int
     """Size of its vocabulary."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
     quantization: Mapping[str, Any]
-    """``quantization_config`` of the checkpoint; empty: not quantised."""
+    """``quantization_config`` of the checkpoint; empty: not quantized."""
     experts: ExpertShape | None = None
-    """Sizes of a mixture of experts; ``None``: the model is none."""
+    """Sizes of a mixture of experts; ``None`` for other models."""
 
 
 def read_model(
@@ -252,14 +252,14 @@ def read_model(
     trust_remote_code: bool,
     revision: str | None,
 ) -> ModelFacts:
-    """Returns the facts about a server's model that its files tell."""
+    """Returns the facts about a server's model from its files."""
     # The folder of a disk update may be gone; its mark names the original model.
     served = original_model(reported)
     started = started or served
     if model is None:
         check_unambiguous(served)
         check_unambiguous(started)
-    # A revision belongs to the name that the server was started with.
+    # A revision belongs to the server's original model name.
     revision = None if model else revision
     try:
         config = load_model_config(model or served, trust_remote_code, revision)
@@ -282,9 +282,9 @@ def read_model(
 
 
 def find_experts(config: Any) -> ExpertShape | None:
-    """Returns the sizes of a mixture of experts; ``None`` if the model is none.
+    """Returns the sizes of a mixture of experts; ``None`` for other models.
 
-    The rows of a server have those of SGLang's ``RoutedExpertsCapturer``.
+    The rows of a server match SGLang's ``RoutedExpertsCapturer``.
     """
     text = config.get_text_config()
     chosen = getattr(text, "num_experts_per_tok", None)
@@ -294,49 +294,49 @@ def find_experts(config: Any) -> ExpertShape | None:
     return ExpertShape(
         num_layers=int(text.num_hidden_layers),
         num_chosen=int(chosen),
-        num_experts=next((each for each in counts if isinstance(each, int)), None),
+        num_experts=next((n for n in counts if isinstance(n, int)), None),
     )
 
 
 def check_unambiguous(reported: str) -> None:
-    """Refuses a model that a server reports and that is a folder of this process's too.
+    """Refuses a model whose reported name is also a folder of this process.
 
-    Such a name is one of the hub, or a path in the server's own folder, which is not
-    known: what is here under that name can be another model.
+    Such a name is a hub name, or a path in the server's own folder, which is unknown:
+    the folder here can contain another model.
     """
-    here = Path(reported)
-    if reported and not here.is_absolute() and here.is_dir():
-        found = str(here.absolute())
+    local = Path(reported)
+    if reported and not local.is_absolute() and local.is_dir():
+        folder = str(local.absolute())
         raise ConfigurationError(
             f"The server was started with {reported!r}, which is a hub name or a path "
-            f"in the server's own folder. Here it is the folder {found!r}, which can "
-            f"hold another model. If it is the served one, pass model={found!r}; or "
+            f"in the server's own folder. Here it is the folder {folder!r}, which can "
+            f"hold another model. If it is the served one, pass model={folder!r}; or "
             f"start the server with an absolute path."
         )
 
 
 class ModelReader:
-    """Reads models, each once for all servers that are asked at the same time."""
+    """Reads models, each once for concurrent requests."""
 
     def __init__(self) -> None:
         self._reading: dict[tuple[object, ...], asyncio.Task[Any]] = {}
 
     async def read(self, *place: Any) -> ModelFacts:
-        """Returns what :func:`read_model` returns."""
+        """Returns the result of :func:`read_model`."""
         if place not in self._reading:
             # In a thread: a model's files can be on slow storage.
             work = asyncio.to_thread(read_model, *place)
             self._reading[place] = asyncio.ensure_future(work)
-        found: ModelFacts = await asyncio.shield(self._reading[place])
-        return found
+        facts: ModelFacts = await asyncio.shield(self._reading[place])
+        return facts
 
 
 def load_model_config(
     model: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
     """Returns the Hugging Face configuration of a folder or a hub name."""
-    # Each server's model is read in its own thread, and the modules that transformers
-    # loads lazily fail in one thread while another one loads them.
+    # Models are read in several threads, and the modules that transformers loads lazily
+    # fail in a thread while another thread loads them.
     with _IMPORTING:
         from transformers import AutoConfig
 
@@ -369,16 +369,16 @@ def unreadable(
 def find_eos_token_ids(
     config: Any, model: str, revision: str | None = None
 ) -> tuple[int, ...]:
-    """Returns the tokens that end a response: a server takes those of both files."""
+    """Returns the tokens that end a response, from both files, as a server does."""
     from transformers import GenerationConfig
 
     try:
         generation = GenerationConfig.from_pretrained(
             model, revision=revision or "main"
         ).eos_token_id
-    except OSError:  # Most models have the file, and none must.
+    except OSError:  # Most models have this optional file.
         generation = None
-    found: set[int] = set()
+    eos_ids: set[int] = set()
     for ids in (config.get_text_config().eos_token_id, generation):
-        found.update([ids] if isinstance(ids, int) else ids or ())
-    return tuple(sorted(found))
+        eos_ids.update([ids] if isinstance(ids, int) else ids or ())
+    return tuple(sorted(eos_ids))

@@ -1,4 +1,4 @@
-"""What weights servers hold, if not those of an unquantised checkpoint. Pure."""
+"""Quantization of the served weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_sglang.types import BLOCK_FP8, ServerArgs
 
 BLOCK = [128, 128]
-"""``weight_block_size`` of FP8 that weight updates can be encoded for."""
+"""Supported ``weight_block_size`` of FP8 weight updates."""
 
 
 def find_quantization(
@@ -19,7 +19,7 @@ def find_quantization(
 
     Args:
         checkpoint: ``quantization_config`` of the model's files.
-        args: of the server, which may replace that.
+        args: arguments of the server, which may override it.
     """
     config = _overridden(args) or checkpoint or {}
     method = config.get("quant_method")
@@ -31,8 +31,8 @@ def find_quantization(
 
 def _overridden(args: ServerArgs) -> Mapping[str, Any]:
     try:
-        found = json.loads(args.json_model_override_args or "{}")
+        data = json.loads(args.json_model_override_args or "{}")
     except ValueError:
         return {}
-    config = found.get("quantization_config") if isinstance(found, dict) else None
+    config = data.get("quantization_config") if isinstance(data, dict) else None
     return config if isinstance(config, dict) else {}

@@ -1,4 +1,4 @@
-"""The worker list of a router: the servers that it sends requests to."""
+"""The worker list of a router: its target servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RouterClient:
     async def workers(
         self, *, timeout: float = LIST_TIMEOUT_SECONDS
     ) -> list[tuple[str, bool]]:
-        """Returns the servers that the router knows, and which are in rotation."""
+        """Returns the router's servers, and whether each is in rotation."""
         entries = await self._list(timeout)
         return [(entry["url"], bool(entry["is_healthy"])) for entry in entries]
 
@@ -72,7 +72,7 @@ class RouterClient:
     async def remove_worker(
         self, url: str, *, timeout: float = WORKER_TIMEOUT_SECONDS
     ) -> None:
-        """Removes a server, which finishes its requests; ignores an unknown one."""
+        """Removes a server, which finishes its requests; ignores an unknown server."""
         url = check_worker_url(url)
         async with self._change(f"removing {url}", timeout):
             entry = await self._find(url)
@@ -87,7 +87,7 @@ class RouterClient:
 
     @asynccontextmanager
     async def _change(self, name: str, timeout: float) -> AsyncIterator[None]:
-        """Ends what takes longer than ``timeout`` seconds, in requests or between."""
+        """Raises an error after ``timeout`` seconds, in requests or between them."""
         try:
             async with asyncio.timeout(timeout):
                 yield
@@ -126,7 +126,7 @@ class RouterClient:
 
 
 async def find_workers(http: HttpClient, url: str) -> list[str]:
-    """Returns the servers that a router has in rotation, and closes ``http``."""
+    """Returns the servers in a router's rotation, and closes ``http``."""
     try:
         workers = await RouterClient(url, http=http).workers()
     except (RequestRefusedError, KeyError, TypeError) as error:
@@ -136,17 +136,17 @@ async def find_workers(http: HttpClient, url: str) -> list[str]:
         ) from error
     finally:
         await http.close()
-    found = [worker for worker, healthy in workers if healthy]
-    if not found:
+    urls = [worker for worker, healthy in workers if healthy]
+    if not urls:
         raise ConfigurationError(
             f"The router at {url} has no server in rotation: {workers!r:.300}. Add "
             f"servers to it, or give urls=[...]."
         )
-    return found
+    return urls
 
 
 def check_worker_url(url: str) -> str:
-    """Returns the normalized address of a server; refuses one with a password."""
+    """Returns the normalized address of a server; refuses addresses with a password."""
     shown, login = split_credentials(url)
     if login is not None:
         raise ConfigurationError(
@@ -158,14 +158,14 @@ def check_worker_url(url: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Servers that run elsewhere, and how to reach them."""
+    """Servers that run elsewhere, and the client for them."""
 
     urls: Sequence[str]
     """Addresses of the servers, without credentials."""
     router_url: str | None
     """Address of a router in front of them."""
     http: HttpClient
-    """Sends the credentials."""
+    """Client with the credentials."""
 
 
 async def find_servers(
@@ -176,7 +176,7 @@ async def find_servers(
     api_key: str | None,
     admin_api_key: str | None = None,
 ) -> Found:
-    """Returns the servers that :meth:`.AsyncSGLang.connect` was asked for."""
+    """Returns the servers for :meth:`.AsyncSGLang.connect`."""
     place = None
     credentials: dict[str, str] = {}
     if router_url is not None:
@@ -207,7 +207,7 @@ async def find_servers(
 
 
 def _without_credentials(urls: Sequence[str], headers: dict[str, str]) -> list[str]:
-    """Returns addresses that can be shown; adds the headers of the others."""
+    """Returns addresses without credentials; adds their headers to ``headers``."""
     split = [split_credentials(url) for url in urls]
     headers |= {url: header for url, header in split if header}
     return [url for url, _ in split]
