@@ -28,7 +28,7 @@ keeps working::
 
 A message is a full sentence: what failed, which value, which server, what to do next.
 Errors take their attributes as keywords, are not changed afterwards
-(:meth:`SGLangError.replace` makes a copy) and pickle.
+(:meth:`SGLangError.replace` makes a copy) and can be pickled.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ class SGLangError(Exception):
     """Base class of every error of this package."""
 
     partly: bool = False
-    """A call to several servers failed on this one and succeeded on another."""
+    """Whether a call to several servers failed here and succeeded on another server."""
     completions: Mapping[int, object] = {}
-    """The finished responses (:class:`.Completion`) of the batch whose generation this
-    error ended, by their position."""
+    """Finished responses (:class:`.Completion`) of the batch that this error ended, by
+    position."""
 
     def __init__(self, *message: object, **attributes: Any) -> None:
         super().__init__(*message)
-        known = [getattr(base, "__annotations__", ()) for base in type(self).__mro__]
+        allowed = [getattr(base, "__annotations__", ()) for base in type(self).__mro__]
         for name in attributes:
-            if not any(name in names for names in known):
+            if not any(name in names for names in allowed):
                 raise TypeError(f"{type(self).__name__} has no attribute {name!r}.")
         vars(self).update(attributes)
 
@@ -86,7 +86,7 @@ class SGLangError(Exception):
         cause: BaseException | None = None,
         **attributes: Any,
     ) -> Self:
-        """Returns a copy with other attributes, one more note or another cause.
+        """Returns a copy with other attributes, a further note or another cause.
 
         Examples:
             >>> RequestRefusedError("The prompt is too long.").replace(index=3).index
@@ -112,7 +112,7 @@ class ChatTemplateError(ConfigurationError):
 
 
 class NotFiniteError(ConfigurationError):
-    """What is trained on is NaN or infinite: a column, or a server's log-probs."""
+    """Training data is NaN or infinite: a column, or a server's log-probs."""
 
 
 class TaskError(ConfigurationError):
@@ -120,7 +120,7 @@ class TaskError(ConfigurationError):
 
 
 class ServerError(SGLangError, RuntimeError):
-    """A server did not do what was asked of it."""
+    """A server failed to execute a request."""
 
 
 class ServerStartError(ServerError):
@@ -170,7 +170,7 @@ class WeightTransferError(WeightSyncError):
     """A weight transfer broke before it finished."""
 
     server_lost: bool = False
-    """A server ended meanwhile that this engine starts again."""
+    """A server ended during the transfer, and is being restarted."""
     untouched: bool = False
     """The servers refused before they received anything, and hold the old weights."""
 
@@ -196,7 +196,7 @@ class CheckpointError(SGLangError, RuntimeError):
 
 
 class CollectionError(SGLangError, RuntimeError):
-    """A collector cannot go on; its cause is the error that ended it."""
+    """A collector cannot continue; its cause is the error that ended it."""
 
 
 class CollectionTimeoutError(CollectionError, TimeoutError):
@@ -208,15 +208,14 @@ class UserFunctionError(CollectionError):
 
 
 class GatewayError(SGLangError, RuntimeError):
-    """A gateway refuses a client: a limit is reached, or its key opens nothing.
+    """A gateway refuses a client: a limit is reached, or its key is invalid.
 
-    Also raised where sessions cannot be written to their file, and where all agents
-    failed.
+    Also raised if sessions cannot be written to their file, and if all agents failed.
     """
 
     status: int = 403
     """The HTTP status."""
     code: str | None = None
-    """A word by which programs know it, such as ``"previous_response_not_found"``."""
+    """Error code for programs, such as ``"previous_response_not_found"``."""
     param: str | None = None
-    """Field of the request that is wrong, if one is."""
+    """Invalid field of the request, if any."""

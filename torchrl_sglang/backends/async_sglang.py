@@ -105,7 +105,7 @@ MAX_IN_FLIGHT = 2048
 """Default for the most in-flight requests of one engine."""
 
 MAX_RESTARTS = 3
-"""Default for how often a server that ended is restarted."""
+"""Default for the number of restarts of a server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +130,9 @@ class AsyncSGLang(TorchRLCalls):
     """SGLang as an engine for TorchRL.
 
     Make one with :meth:`from_pretrained`, which starts a server and owns it, or with
-    :meth:`connect`, which uses one that runs elsewhere. An engine can be used from
-    several threads and event loops at once. It pickles and deep-copies to a connection
-    without ownership, and without touching the network.
+    :meth:`connect`, which uses a running server. An engine can be used from several
+    threads and event loops at once. A pickled or copied engine becomes a connection
+    without ownership, without network access.
 
     Examples:
         >>> with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:
@@ -269,69 +269,69 @@ class AsyncSGLang(TorchRLCalls):
 
         They and everything below them end with :meth:`shutdown`, with the ``with``
         block, with the interpreter, and also when this process is killed. A server that
-        ends by itself is restarted; its requests go to the others meanwhile.
+        ends by itself is restarted; its requests go to the others in the meantime.
 
         Args:
-            model: path or hub name of the model; ``model_name`` is accepted too. Of
-                this and every other argument, a relative path is one in the current
-                folder, also for servers that are started again from elsewhere.
+            model: path or hub name of the model; ``model_name`` is accepted too. In
+                this and every other argument, a relative path refers to the current
+                folder, also for servers that are restarted from elsewhere.
             tp_size: number of GPUs that share the model of a server. Defaults to 1.
-            dp_size: number of copies of the model in each server. Defaults to 1;
-                weights are broadcast to servers with one only.
+            dp_size: number of copies of the model in each server. Defaults to 1; weight
+                broadcasts require 1.
             num_replicas: number of servers.
-            launcher (str | Placement): where they run: ``"local"`` on this machine,
-                ``"ray"`` on the nodes of a Ray cluster, a :class:`.RayLauncher`, which
-                says on which, or another :class:`.Placement`.
-            device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` where there is one.
-            cuda_devices: GPUs for the servers, as this process counts them: a list for
-                all of them, or one for each. By default the last of the visible ones,
-                because a trainer takes the first.
-            python: interpreter that has sglang installed; see
+            launcher (str | Placement): place of the servers: ``"local"`` on this
+                machine, ``"ray"`` on the nodes of a Ray cluster, a
+                :class:`.RayLauncher`, which selects the nodes, or another
+                :class:`.Placement`.
+            device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` if there is a GPU.
+            cuda_devices: GPUs for the servers, in the numbering of this process: a list
+                for all of them, or one for each. By default the last of the visible
+                GPUs, because a trainer takes the first.
+            python: interpreter with sglang; see
                 :func:`~torchrl_sglang.make_sglang_server` for the default.
-            start_timeout: for the start of each server, in seconds.
+            start_timeout: timeout for the start of each server, in seconds.
             timeout: the same, under the name of TorchRL's own class.
             parallel_start: start all servers at once (``True``), one after the other
-                (``False``) or as many at a time as there are cores for
-                (``"staggered"``). By default all at once on GPUs.
-            router_policy: how the router chooses a server: ``"cache_aware"``,
+                (``False``) or one per few cores (``"staggered"``). By default all at
+                once on GPUs.
+            router_policy: the router's choice of a server: ``"cache_aware"``,
                 ``"round_robin"``, ``"power_of_two"``, ``"manual"``,
                 ``"consistent_hashing"`` or ``"random"``; ``None`` for no router, so
                 that this process chooses.
             router_args: further arguments of sglang-router, under its own names.
-            api_key: key that the servers shall ask for. On a Ray cluster of several
-                machines, one is made if none is given; see :attr:`api_key`.
-            admin_api_key: key that the servers shall ask for instead in updates,
-                aborts, sleep and other control calls, which this engine then sends.
-            max_in_flight: most in-flight requests, less where this process may not have
-                so many files open (``ulimit -Hn``).
-            max_attempts: how often a request is sent, where connections break or
+            api_key: key that the servers require. On a Ray cluster of several machines,
+                it is generated by default; see :attr:`api_key`.
+            admin_api_key: key that the servers require for updates, aborts, sleep and
+                other control calls instead, which this engine then sends.
+            max_in_flight: most in-flight requests, less if the limit of open files is
+                low (``ulimit -Hn``).
+            max_attempts: number of attempts of a request when connections break or
                 servers answer 5xx.
-            max_restarts: how often each server is restarted.
-            progress_timeout: when no in-flight request has ended for so long, in
-                seconds, every server is asked for a token; one that gives none is
+            max_restarts: number of restarts of each server.
+            progress_timeout: after this time without a completed request, in seconds,
+                every server is probed for a token; a server without a token is
                 restarted, unless it reports that it is paused, for the weight update of
                 another engine object.
             deterministic: start the servers in SGLang's deterministic mode
-                (``enable_deterministic_inference``), in which a response depends on its
-                prompt, its ``sampling_seed`` and the weights, and not on what else is
-                generated beside it. On GPUs only. The attention backend must be
-                ``"triton"``, ``"fa3"``, ``"fa4"`` or ``"flashinfer"``. A request
-                without a seed gets a random one. The prefix cache is off, unless
-                ``disable_radix_cache=False`` is given: what decoding has left there
-                differs in its last bits from a prefill. Defaults to False.
-            rollout_dtype: ``"fp8"`` has the servers hold linear layers as FP8 in blocks
-                of 128 x 128, from a checkpoint in bfloat16. They begin with random
-                weights, and generate from the first weight update on, which quantises
-                (:class:`.BlockFP8`). For models of Llama, Mistral, Mixtral, Qwen2 and
-                Qwen3 and their mixtures of experts, on GPUs. Defaults to None, the
-                checkpoint's own type.
-            weight_loader: how servers load weight updates. ``"traced"`` has the first
-                update trace which part of which tensor the model's own loader copies to
-                which part of which parameter; later ones make these copies and nothing
-                else, and receive broadcasts in the parameters themselves. Each rank
-                takes its part. A model that cannot be traced is loaded by its own
-                loader, and a warning says why. Defaults to ``"sglang"``, the model's
-                own loader at every update.
+                (``enable_deterministic_inference``), in which a response depends only
+                on its prompt, its ``sampling_seed`` and the weights, not on concurrent
+                requests. On GPUs only. The attention backend must be ``"triton"``,
+                ``"fa3"``, ``"fa4"`` or ``"flashinfer"``. A request without a seed gets
+                a random seed. The prefix cache is off, unless
+                ``disable_radix_cache=False`` is given: cached values of decoding differ
+                in the last bits from a prefill. Defaults to False.
+            rollout_dtype: ``"fp8"`` makes the servers hold linear layers as FP8 in
+                blocks of 128 x 128, from a checkpoint in bfloat16. They start with
+                random weights, and generate after the first weight update, which
+                quantizes (:class:`.BlockFP8`). For models of Llama, Mistral, Mixtral,
+                Qwen2 and Qwen3 and their mixtures of experts, on GPUs. Defaults to
+                None, the checkpoint's own type.
+            weight_loader: loader of weight updates. With ``"traced"``, the first update
+                traces the copies of the model's own loader between tensors and
+                parameters; later updates only repeat these copies, and receive
+                broadcasts directly in the parameters. Each rank takes its shard. An
+                untraceable model uses its own loader, with a warning. Defaults to
+                ``"sglang"``, the model's own loader at every update.
             **server_args: arguments of SGLang's server, under its own names or vLLM's.
                 Defaults are SGLang's, but for ``cuda_graph_max_bs_decode``: 512 on GPUs
                 of 60 GB or more (``backends/launch/cuda_graphs.py`` has the rule).
@@ -339,7 +339,7 @@ class AsyncSGLang(TorchRLCalls):
         Raises:
             ConfigurationError: if an argument is wrong or no engine is installed.
             ServerStartError: if a server ends or is not ready in time; the
-                message carries the end of its log. The others have been stopped.
+                message has the end of its log. The others have been stopped.
         """
         settings = Settings(
             max_in_flight=max_in_flight,
@@ -437,30 +437,30 @@ class AsyncSGLang(TorchRLCalls):
 
         It follows their state: a server that is down, was restarted by its owner or has
         stale weights gets no requests until it has the current ones. Of several
-        servers, one must respond now.
+        servers, at least one must respond now.
 
         Args:
-            url: address of one server, like ``"http://127.0.0.1:30000"``. Of an address
-                with user and password (``"http://me:secret@host:80"``), these are sent
-                and never shown.
+            url: address of a server, like ``"http://127.0.0.1:30000"``. User and
+                password in an address (``"http://me:secret@host:80"``) are sent and
+                never shown.
             server_url: the same, under the name of TorchRL's own class.
             urls: addresses of several servers of the same model, instead.
-            router_url: address of a router in front of them. Without ``urls`` it is
-                asked for its servers. Control calls go to each server directly, so
-                this process must reach them.
+            router_url: address of a router in front of them. Without ``urls`` the
+                router provides the servers. Control calls go to each server directly,
+                so this process must reach them.
             model: folder or hub name with the served model's configuration and
-                tokenizer, where the path that the server reports cannot be read here.
-            api_key: key that the servers ask for.
-            admin_api_key: key that they ask for in updates, aborts, sleep and other
-                control calls, if they have another one for these.
-            max_in_flight: as for :meth:`from_pretrained`, and so is the next one.
-            max_attempts: how often a request is sent.
-            trust_remote_code: run code that comes with the served model to read its
-                configuration, tokenizer and parameters here, whatever the servers do.
+                tokenizer, if the path that the server reports cannot be read here.
+            api_key: key that the servers require.
+            admin_api_key: key for updates, aborts, sleep and other control calls, if it
+                differs.
+            max_in_flight: as for :meth:`from_pretrained`, like ``max_attempts``.
+            max_attempts: number of attempts of a request.
+            trust_remote_code: run the served model's code to read its configuration,
+                tokenizer and parameters here, independently of the servers.
 
         Raises:
             ServerUnavailableError: if no SGLang server answers there.
-            ServerTimeoutError: if the only one that is there does not answer in time.
+            ServerTimeoutError: if the only server does not answer in time.
             ConfigurationError: if an address or the model is wrong, or the servers do
                 not serve the same.
         """
@@ -522,14 +522,14 @@ class AsyncSGLang(TorchRLCalls):
 
     @property
     def api_key(self) -> str | None:
-        """Key that the servers ask for, to use them in another way; keep it secret."""
+        """Key that the servers require, for other clients; keep it secret."""
         return self._http.api_key
 
     @property
     def servers(self) -> tuple[ServerHandle, ...]:
         """The server processes that this engine started, one for each replica."""
-        found = (replica.handle for replica in self._fleet.replicas)
-        return tuple(handle for handle in found if handle is not None)
+        handles = (replica.handle for replica in self._fleet.replicas)
+        return tuple(handle for handle in handles if handle is not None)
 
     @property
     def model_path(self) -> str:
@@ -607,12 +607,12 @@ class AsyncSGLang(TorchRLCalls):
     def generate_iter(
         self, prompts: Any = None, sampling_params: Any = None, **options: Any
     ) -> Iterator[tuple[int, Completion | SGLangError]]:
-        """Takes what :meth:`generate` takes and yields each response as it finishes.
+        """Generates like :meth:`generate`, and yields each response as it finishes.
 
         Closing the iterator aborts the in-flight requests.
 
         Yields:
-            ``(index, completion)``, in the order in which they finish. With
+            ``(index, completion)``, in the order of completion. With
             ``return_exceptions=True`` an item's error is yielded in its place.
 
         Examples:
@@ -638,11 +638,11 @@ class AsyncSGLang(TorchRLCalls):
     def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Aborts requests on the servers; they raise :class:`.GenerationAbortedError`.
 
-        With ``return_partial=True`` they return what they have generated.
+        With ``return_partial=True`` they return the tokens so far.
 
         Args:
-            request_ids: names that were given to :meth:`generate`. By default all
-                requests, also those of other users of the servers.
+            request_ids: names in :meth:`generate`. By default all requests, also of
+                other users of the servers.
 
         Returns:
             The number of aborted in-flight requests of this engine object.
@@ -727,16 +727,16 @@ class AsyncSGLang(TorchRLCalls):
 
     @property
     def openai_base_url(self) -> str:
-        """Address for clients that speak OpenAI's protocol: same servers, same weights.
+        """Address for clients of OpenAI's protocol: same servers, same weights.
 
-        Such a client does not know the weight version. Give it the one that
-        :attr:`weight_version` says as ``extra_body={"extra_key": ...}``, or nothing:
-        an update empties the prefix cache, wherever the server can.
+        Such a client does not know the weight version. Give it :attr:`weight_version`
+        as ``extra_body={"extra_key": ...}``, or nothing: an update empties the prefix
+        cache, if the server can.
 
-        Of several servers it is the router's address. The router drops from a chat what
-        is not OpenAI's own, such as ``extra_key``, ``cache_salt``, ``stop_regex``,
-        ``return_meta_info`` and ``return_routed_experts``, and still answers 200.
-        :meth:`chat_completion` sends a chat to a server directly.
+        Of several servers it is the router's address. The router drops fields outside
+        of OpenAI's protocol from a chat, such as ``extra_key``, ``cache_salt``,
+        ``stop_regex``, ``return_meta_info`` and ``return_routed_experts``, and still
+        answers 200. :meth:`chat_completion` sends a chat to a server directly.
         """
         return f"{self.server_url}/v1"
 
@@ -749,27 +749,26 @@ class AsyncSGLang(TorchRLCalls):
     ) -> dict[str, Any]:
         """Sends a chat to the servers in OpenAI's protocol, retried like any request.
 
-        It goes to a server directly, also where there is a router, which drops much of
-        what SGLang understands beside OpenAI's fields.
+        It bypasses a router, which drops most of SGLang's fields beside OpenAI's.
 
         Args:
-            payload: content for ``/v1/chat/completions``. ``model`` can be left out.
-                ``lora_path`` selects a LoRA adapter by its name, as ``adapter`` does in
+            payload: content for ``/v1/chat/completions``. ``model`` can be omitted.
+                ``lora_path`` selects a LoRA adapter by its name, like ``adapter`` in
                 :meth:`generate`.
-            session_id: turns of one session go where their prefix is cached.
+            session_id: turns of a session go to the server with their cached prefix.
             timeout: in seconds. Defaults to 1800.
 
         Returns:
-            The answer, as it came, all of whose choices are finished: a request that a
-            weight update aborts is sent again. Log-probs in it are the server's own,
-            after penalties, biases and grammar, unlike :meth:`generate`'s.
+            The answer, unchanged, with all choices finished: a request that a weight
+            update aborts is sent again. Log-probs in it are the server's own, after
+            penalties, biases and grammar, unlike :meth:`generate`'s.
 
         Raises:
-            ConfigurationError: if ``payload`` asks for a stream.
+            ConfigurationError: if ``payload`` requests a stream.
             GenerationAbortedError: if :meth:`abort`, an update with
                 ``pause_mode="abort"`` or another user of the servers cut it off.
             UnsupportedByServerError: if ``return_meta_info``, ``return_hidden_states``,
-                ``return_routed_experts`` or ``return_sampling_mask`` was asked for and
+                ``return_routed_experts`` or ``return_sampling_mask`` was requested and
                 is not in the answer.
             SGLangError: as :meth:`generate` does.
 
@@ -806,10 +805,10 @@ class AsyncSGLang(TorchRLCalls):
         )
 
     def stats(self) -> EngineStats:
-        """Returns what this engine has done and what its servers are doing.
+        """Returns totals of this engine and the current activity of its servers.
 
-        :func:`.serve_metrics` has Prometheus read them, and :attr:`metrics_urls` are
-        where servers have metrics of their own.
+        :func:`.serve_metrics` exports them to Prometheus, and :attr:`metrics_urls` are
+        the servers' own metrics.
 
         Examples:
             >>> stats = engine.stats()
@@ -818,7 +817,7 @@ class AsyncSGLang(TorchRLCalls):
         """
         self._check_open()
         servers = run_sync(ask_stats(self._fleet, self.control))
-        # Read afterwards: what was cancelled before this call has left the loop.
+        # Read afterwards: calls that were cancelled before have left the loop.
         done = self._dispatcher.counters
         return EngineStats(
             in_flight=done.in_flight,
@@ -846,7 +845,7 @@ class AsyncSGLang(TorchRLCalls):
         """Addresses of the servers' own metrics, in Prometheus' text format.
 
         Servers have them if they were started with ``enable_metrics=True``. They answer
-        without a key. A server that starts again may have another address.
+        without a key. A restarted server may have another address.
         """
         if not self.capabilities.args.enable_metrics:
             return ()
@@ -856,12 +855,12 @@ class AsyncSGLang(TorchRLCalls):
         """Starts PyTorch's profiler in every server.
 
         Args:
-            output_dir: folder, on the servers' machine, that traces are written to.
+            output_dir: folder for the traces, on the servers' machine.
             **options: for SGLang's ``/start_profile``, such as ``num_steps``.
         """
         self._check_open()
-        given = {} if output_dir is None else {"output_dir": output_dir}
-        run_sync(self.control.start_profile({**given, **options}))
+        folder = {} if output_dir is None else {"output_dir": output_dir}
+        run_sync(self.control.start_profile({**folder, **options}))
 
     def stop_profile(self) -> None:
         """Stops the profiler; the servers write their traces."""
@@ -874,7 +873,7 @@ class AsyncSGLang(TorchRLCalls):
                 f"The engine at {self.server_url} was shut down; make a new one."
             )
         state = self._fleet.state
-        # Whoever has started the servers watches them all the time.
+        # The owner of the servers watches them all the time.
         follows = self._fleet.directory is not None and not state.owns_any
         if state.needs_poll or follows:
             self._supervisor.begin()
@@ -921,7 +920,7 @@ class AsyncSGLang(TorchRLCalls):
         fleet = self._fleet
         with self._alone():
             fleet.state.check_awake()
-            new = [each for each in fleet.replicas if each.state == "stale"]
+            new = [replica for replica in fleet.replicas if replica.state == "stale"]
             if not new or not fleet.serving or fleet.weights.inconsistent is not None:
                 yield None
                 return
@@ -973,21 +972,21 @@ class AsyncSGLang(TorchRLCalls):
         drain_timeout: float = DRAIN_TIMEOUT_SECONDS,
     ) -> None:
         self._check_open()
-        wanted = check_tags(tags)
+        kinds = check_tags(tags)
         check_can_sleep(self.capabilities, self.server_url)
         drain_timeout = check_seconds("drain_timeout", drain_timeout, zero=True)
         with self._alone():
             run_sync(
                 self._sleep_control.sleep(
-                    wanted, abort_first=abort_first, drain_timeout=drain_timeout
+                    kinds, abort_first=abort_first, drain_timeout=drain_timeout
                 )
             )
 
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
         self._check_open()
-        wanted = self._fleet.asleep if tags is None else check_tags(tags)
+        kinds = self._fleet.asleep if tags is None else check_tags(tags)
         with self._alone():
-            run_sync(self._sleep_control.wake_up(wanted))
+            run_sync(self._sleep_control.wake_up(kinds))
 
     def revive(self, *, timeout: float = START_TIMEOUT_SECONDS) -> None:
         self._check_open()
@@ -1003,31 +1002,31 @@ class AsyncSGLang(TorchRLCalls):
     ) -> tuple[str, ...]:
         """Adds servers while the others generate and take weight updates.
 
-        None of the others is stopped for it. A new server gets requests when it has the
-        current weights and LoRA adapters. If those are the checkpoint's, that is at
-        once; if a weight update has replaced them, the server gets them with the next
-        one, or with :meth:`.SGLangWeightSender.update_new_servers` before.
+        The others keep running. A new server gets requests when it has the current
+        weights and LoRA adapters: at once if they are the checkpoint's; otherwise with
+        the next weight update, or with :meth:`.SGLangWeightSender.update_new_servers`
+        before.
 
         Args:
             servers: the number of servers to start, with the arguments and in the place
-                of the others; or the addresses of servers that run elsewhere, with the
-                same ``api_key`` and like the others in model, SGLang and arguments. If
-                the model is in another folder there, the server waits for weights.
+                of the others; or the addresses of running servers, with the same
+                ``api_key`` and like the others in model, SGLang and arguments. If the
+                model is in another folder there, the server waits for weights.
             cuda_devices: GPUs of servers on this machine, as for
-                :meth:`from_pretrained`. By default those that no server has and that
-                this process has no memory on. On a Ray cluster, Ray assigns them.
+                :meth:`from_pretrained`. By default GPUs without a server and without
+                memory of this process. On a Ray cluster, Ray assigns them.
 
         Returns:
             The addresses of the new servers.
 
         Raises:
-            ConfigurationError: if an address is wrong or known already, if a server is
-                not like the others, or if there is no place or GPU for more.
+            ConfigurationError: if an address is wrong or already in use, if a server
+                differs from the others, or if there is no place or GPU for more.
             ServerStartError: if a server ends or is not ready within ``start_timeout``;
                 none was added then.
             ServerUnavailableError: if no SGLang server answers at an address, or the
-                engine was shut down meanwhile.
-            ServerTimeoutError: if one does not answer in time.
+                engine was shut down during the call.
+            ServerTimeoutError: if a server does not answer in time.
             UnsupportedByServerError: if the launcher cannot start more.
             WeightSyncStateError: if the engine is asleep.
 
@@ -1050,25 +1049,25 @@ class AsyncSGLang(TorchRLCalls):
     ) -> tuple[str, ...]:
         """Removes servers while the others generate and take weight updates.
 
-        They get no more requests from the call on. Those that run there finish, or are
-        aborted after the timeout and go on at other servers from their last tokens. A
-        server that this engine started is stopped then, and its GPUs are free; another
-        one goes on without this engine.
+        They get no more requests from the call on. Their running requests finish, or
+        are aborted after the timeout and continue on other servers from their last
+        tokens. A server of this engine is stopped then, and its GPUs are free; another
+        server continues without this engine.
 
         Args:
-            servers: addresses of servers, or a number of them: first those that do not
-                serve, then those that were added last.
-            drain_timeout: for running requests to end, in seconds; 0 aborts them at
+            servers: addresses of servers, or a number of them: first servers that do
+                not serve, then the newest.
+            drain_timeout: timeout for running requests, in seconds; 0 aborts them at
                 once. Defaults to 60.
 
         Returns:
             The addresses of the removed servers.
 
         Raises:
-            ConfigurationError: if an address is none of a server's, if the server is
-                being removed already, or if no server would be left that serves.
-            ServerTimeoutError: if a weight update did not end meanwhile in which they
-                take part; they stay.
+            ConfigurationError: if an address is not a server's, if the server is being
+                removed already, or if no serving server would be left.
+            ServerTimeoutError: if a weight update with these servers did not end; they
+                stay.
         """
         self._check_open()
         seconds = check_seconds("drain_timeout", drain_timeout, zero=True)
@@ -1103,9 +1102,9 @@ class AsyncSGLang(TorchRLCalls):
         self.shutdown()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Ownership, locks and the tokenizer stay here; the rest is plain values.
-        kept = ("_fleet", "capabilities", "_model", "_http", "_settings", "_closed")
-        return {name: getattr(self, name) for name in kept}
+        # Ownership, locks and the tokenizer remain here; the rest is plain values.
+        names = ("_fleet", "capabilities", "_model", "_http", "_settings", "_closed")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

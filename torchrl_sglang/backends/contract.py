@@ -1,7 +1,7 @@
-"""The engine's contract, which the layers above build upon.
+"""The engine's contract for the layers above.
 
 :class:`~torchrl_sglang.AsyncSGLang` implements it; a test or an application can bring
-another engine, and is told by Python which methods it lacks.
+another engine, and Python reports its missing methods.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrl_sglang.types import (
 
 
 class RLSGLangEngine(abc.ABC):
-    """An SGLang engine for reinforcement learning: it generates and takes new weights.
+    """An SGLang engine for reinforcement learning: generation and weight updates.
 
     Every method that waits has a timeout, and every error is one of this package.
 
@@ -42,10 +42,10 @@ class RLSGLangEngine(abc.ABC):
     """
 
     capabilities: ServerCapabilities
-    """Capabilities that all servers have."""
+    """Common capabilities of all servers."""
 
     control: ControlPlane
-    """Control calls to every server; to be awaited on the background loop."""
+    """Control calls to every server, to be awaited on the background loop."""
 
     # Generation.
 
@@ -59,7 +59,7 @@ class RLSGLangEngine(abc.ABC):
         """Returns the tokenizer of the served model, loaded at the first call.
 
         Args:
-            name: folder or hub name of another one, loaded with the engine's
+            name: folder or hub name of another tokenizer, loaded with the engine's
                 ``trust_remote_code``.
 
         Raises:
@@ -90,53 +90,52 @@ class RLSGLangEngine(abc.ABC):
         """Continues a batch of prompts and returns the responses in the same order.
 
         Args:
-            prompts: one text or several; the tokenizer turns them into tokens here.
+            prompts: one text or several; they are tokenized here.
             sampling_params: one mapping for all or one for each prompt, under SGLang's
                 names or TorchRL's (``max_tokens``, ``stop_sequences``, ``seed``).
-                ``max_new_tokens`` is cut to the rest of the context; 0 scores the
+                ``max_new_tokens`` is limited by the remaining context; 0 scores the
                 prompt.
             input_ids: token ids of one prompt or of several, instead of ``prompts``.
             return_logprobs: return the log-prob of each response token. Like the next
-                two, for all prompts or one for each.
+                two, for all prompts or for each.
             return_prompt_logprobs: return the model's log-prob of each prompt token.
             top_logprobs: return this many top-k tokens at the position of each response
                 token, with their log-probs.
             request_ids: a name for each prompt, for :meth:`.AsyncSGLang.abort`. Several
-                prompts can have the same name.
-            session_ids: requests of one session go to one server, where their prefix is
-                cached; one for all or one for each.
-            timeout: of the batch, in seconds. Defaults to 1800.
-            request_timeout: of each request from when it is sent, in seconds. One that
-                times out is an error of that item.
+                prompts can share a name.
+            session_ids: requests of a session go to the same server, with their cached
+                prefix; one for all or one for each.
+            timeout: timeout of the batch, in seconds. Defaults to 1800.
+            request_timeout: timeout of each request from its dispatch, in seconds. A
+                timed-out request is an error of that item.
             return_exceptions: return the error of an item in its place instead of
                 raising the first one. A raised error aborts the other in-flight
                 requests and carries the finished responses as ``completions``.
-            return_partial: return what a request had generated when it was aborted,
-                with ``finish_reason`` ``"abort"``, instead of its error.
-            adapter: name of the LoRA adapter to compute them with, for all or one for
-                each; ``""`` for the base model. Defaults to :attr:`default_adapter`.
-            priority: of requests that wait in a server, those with the greatest one
-                are begun first; one for all or one for each. It needs servers with
+            return_partial: return the tokens of an aborted request, with
+                ``finish_reason`` ``"abort"``, instead of its error.
+            adapter: name of the LoRA adapter, for all or one for each; ``""`` for the
+                base model. Defaults to :attr:`default_adapter`.
+            priority: a server starts waiting requests by descending priority; one for
+                all or one for each. It needs servers with
                 ``enable_priority_scheduling=True``. SGLang interrupts running requests
                 for much greater ones, unless ``disable_priority_preemption=True``.
-            logprobs_mode: whose log-probs of response tokens and of top-k tokens.
-                ``"model"``: the model's own, ``log_softmax(logits)``, whatever the
-                sampling parameters, as the trained model computes them and as vLLM
-                does. Where the server gives others (penalties, ``logit_bias``,
-                ``min_new_tokens`` and grammars change the logits before), the finished
-                response is scored by the same weights: tokens of weights that were
-                replaced meanwhile get NaN, and a response of nothing else is generated
-                again. ``"sampling"``: those of the distribution that the tokens were
-                drawn from, as far as SGLang tells: after temperature, penalties, biases
-                and grammar, and before top-p, top-k and min-p. ``"behaviour"``: those
-                of what they were really drawn from, renormalised over the tokens that
-                top-p, top-k and min-p left. These are in the column
-                ``"sampling_support"``, empty where none were left out, and the
-                temperature in ``"sampling_temperature"``. That needs SGLang 0.5.20 and
-                a finite ``top_k``; without top-p, top-k and min-p it is ``"sampling"``.
-            token_columns: further quantities that the servers report for each token:
-                names that :class:`.TokenColumn` lists, or rows. They are in the
-                completions' ``columns``.
+            logprobs_mode: kind of the log-probs of response tokens and of top-k tokens.
+                ``"model"``: the model's own, ``log_softmax(logits)``, independent of
+                the sampling parameters, as the trained model and vLLM compute them. If
+                the server returns others (penalties, ``logit_bias``, ``min_new_tokens``
+                and grammars change the logits before), the finished response is scored
+                by the same weights: tokens of weights that were replaced in the
+                meantime get NaN, and a response with only such tokens is generated
+                again. ``"sampling"``: the sampling distribution's, as SGLang reports
+                it: after temperature, penalties, biases and grammar, and before top-p,
+                top-k and min-p. ``"behaviour"``: the actual sampling distribution's,
+                renormalized over the tokens that top-p, top-k and min-p left. These are
+                in the column ``"sampling_support"``, empty if all were left, and the
+                temperature in ``"sampling_temperature"``. It needs SGLang 0.5.20 and a
+                finite ``top_k``; without top-p, top-k and min-p it is ``"sampling"``.
+            token_columns: further per-token quantities of the servers: names of
+                :class:`.TokenColumn`, or rows. They are in the completions'
+                ``columns``.
             **sampling: further sampling parameters, for all prompts.
 
         Returns:
@@ -147,10 +146,10 @@ class RLSGLangEngine(abc.ABC):
             RequestRefusedError: if a server refused an item, see ``index``.
             GenerationAbortedError: if an abort cut a response off.
             ServerUnavailableError: if no server can be reached, after retries.
-            ServerDiedError: if every server that this engine owns has ended.
+            ServerDiedError: if every server of this engine has ended.
             ServerTimeoutError: after a timeout.
             UnsupportedByServerError: for a seed, a grammar, log-probs or token columns
-                that the servers cannot give.
+                that the servers do not support.
             WeightSyncStateError: if a failed update left the weights inconsistent.
         """
         batch = to_batch(
@@ -187,7 +186,7 @@ class RLSGLangEngine(abc.ABC):
         return_exceptions: bool = False,
         return_partial: bool = False,
     ) -> list[Completion]:
-        """The same as :meth:`generate`, for requests that are made already."""
+        """Generates like :meth:`generate`, for prepared requests."""
 
     @abc.abstractmethod
     async def agenerate_requests(
@@ -198,7 +197,7 @@ class RLSGLangEngine(abc.ABC):
         request_timeout: float | None = None,
         return_exceptions: bool = False,
     ) -> list[Completion]:
-        """The same as :meth:`generate_requests`, to be awaited on any event loop."""
+        """Awaitable :meth:`generate_requests`, for any event loop."""
 
     @abc.abstractmethod
     def flush_cache(self) -> bool:
@@ -209,7 +208,7 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def adapters(self) -> dict[str, Adapter]:
-        """Name -> LoRA adapter that requests can select."""
+        """Name -> LoRA adapter for requests."""
 
     @property
     @abc.abstractmethod
@@ -220,7 +219,7 @@ class RLSGLangEngine(abc.ABC):
         and other engine of these servers.
 
         Raises:
-            ConfigurationError: when it is set to one that is not loaded.
+            ConfigurationError: when it is set to an adapter that is not loaded.
             UnsupportedByServerError: when it is set, and the servers have no LoRA.
         """
 
@@ -241,60 +240,60 @@ class RLSGLangEngine(abc.ABC):
         default: bool = False,
         timeout: float | None = None,
     ) -> Adapter:
-        """Loads a LoRA adapter into every server, or replaces the one of this name.
+        """Loads a LoRA adapter into every server, or replaces the adapter of this name.
 
-        Later requests use the new one; in-flight requests end with the old one, which
-        is dropped after them. Generation is not paused.
+        Later requests use the new adapter; in-flight requests end with the old one,
+        which is dropped after them. Generation is not paused.
 
         Args:
-            name: for requests to select it by.
-            path: folder that PEFT saved it in. A folder that is not on this machine, or
-                a hub name, is read by the servers.
+            name: name of the adapter in requests.
+            path: folder in PEFT's format. A folder that is not on this machine, or a
+                hub name, is read by the servers.
             tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
                 them, on any device.
             config: content of PEFT's ``adapter_config.json``, with ``tensors``.
-            pinned: keep it among the adapters that batches are computed with; the
-                servers leave at least one place for others.
-            version: weight version that completions with it report.
+            pinned: keep it in the batch memory; the servers leave at least one place
+                for others.
+            version: weight version of its completions.
             default: use it for requests that select none, of every engine object of
                 these servers, until whole weights replace it.
             timeout: in seconds. Defaults to 120.
 
         Raises:
             ConfigurationError: if it is incomplete, if servers refuse it (its rank, its
-                modules), or if they have no space for one more.
+                modules), or if they have no space for it.
             WeightMismatchError: if its tensors do not fit the served model.
             UnsupportedByServerError: if the servers were started without LoRA.
-            ServerTimeoutError: after the timeout. After any error, requests use what
-                they used before.
+            ServerTimeoutError: after the timeout. After any error, requests use the
+                same adapter as before.
         """
 
     @abc.abstractmethod
     def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
-        """Drops a LoRA adapter from every server, after the requests that use it.
+        """Drops a LoRA adapter from every server, after its requests.
 
         Args:
-            name: as it was loaded.
-            timeout: for those requests to end, in seconds. Defaults to 60.
+            name: name of the adapter.
+            timeout: timeout for its requests, in seconds. Defaults to 60.
 
         Raises:
             ConfigurationError: if there is no adapter of this name.
             ServerTimeoutError: after the timeout; no new request uses the adapter, and
-                it is dropped after the last one that does.
+                it is dropped after its last request.
         """
 
     @abc.abstractmethod
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
-        """Asks the servers for the names of adapters for requests that select none.
+        """Queries the served names of adapters for requests that select none.
 
-        Weight updates published them, or :meth:`load_adapter` with ``default=True``.
+        They come from weight updates, or :meth:`load_adapter` with ``default=True``.
         """
 
     @abc.abstractmethod
     def withdraw_adapters(self, *, timeout: float) -> None:
-        """Has servers drop the published adapters, before an update of whole weights.
+        """Drops the published adapters, before an update of whole weights.
 
-        Generation must be paused, or nothing may run: requests with one are aborted.
+        Generation must be paused, or idle: requests with such an adapter are aborted.
         """
 
     # Weight updates.
@@ -302,12 +301,12 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def server_url(self) -> str:
-        """Address to which generation requests go."""
+        """Address for generation requests."""
 
     @property
     @abc.abstractmethod
     def model_path(self) -> str:
-        """Folder or hub name of the served model, as it can be read on this machine."""
+        """Folder or hub name of the served model, readable on this machine."""
 
     @property
     @abc.abstractmethod
@@ -317,39 +316,39 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def newest_version(self) -> str:
-        """Newest version that weights or an adapter of these servers have had."""
+        """Newest version of weights or an adapter of these servers so far."""
 
     @property
     @abc.abstractmethod
     def base_problem(self) -> str | None:
-        """Reason why an adapter over the servers' weights may not make a policy.
+        """Reason why an adapter on the servers' weights may not make a policy.
 
-        ``None`` if they hold the checkpoint that they were started with.
+        ``None`` if they hold the checkpoint of their start.
         """
 
     @property
     @abc.abstractmethod
     def asleep(self) -> frozenset[str]:
-        """Tags of the servers' memory that is released; empty while they are awake."""
+        """Tags of the servers' released memory; empty while they are awake."""
 
     @abc.abstractmethod
     def get_model_metadata(self) -> ModelMetadata:
         """Returns (dtype, shape) of every parameter, under Hugging Face's names.
 
-        Tied weights appear once. These are the names that the server's weight loader
-        takes, with the dtype that it serves them in.
+        Tied weights appear once. The server's weight loader uses these names, and
+        serves the weights in this dtype.
         """
 
     @abc.abstractmethod
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        """Returns the parameters that a module fuses and a checkpoint does not.
+        """Returns the parameters that are fused in a module but not in a checkpoint.
 
         The names of :meth:`get_model_metadata` are a checkpoint's.
         """
 
     @abc.abstractmethod
     def get_master_address(self) -> str:
-        """Returns the address of this machine at which servers meet a sender.
+        """Returns this machine's address for the servers' rendezvous with a sender.
 
         It is loopback where every server is reached by loopback, and otherwise this
         machine's address as they see it.
@@ -357,12 +356,12 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def get_master_port(self) -> int:
-        """Returns a free port for that meeting; a new one at every call."""
+        """Returns a free port for the rendezvous; a new port at every call."""
 
     @property
     @abc.abstractmethod
     def restarting(self) -> Sequence[str]:
-        """Servers that have ended and that this engine starts again."""
+        """Servers that have ended and are being restarted."""
 
     @property
     @abc.abstractmethod
@@ -371,30 +370,30 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def look_at_servers(self) -> None:
-        """Polls which servers respond, and what other engine objects sent them.
+        """Polls the servers' state, and the weights from other engine objects.
 
-        The engine polls by itself where a request fails, and before a weight update.
+        The engine polls by itself after a failed request, and before a weight update.
         """
 
     @abc.abstractmethod
     def weight_update(self) -> AbstractContextManager[WeightUpdate]:
-        """Reserves the engine for one weight update; a second one is refused meanwhile.
+        """Reserves the engine for a weight update; a concurrent one is refused.
 
         Raises:
             WeightSyncStateError: if an update is in progress, or weights are asleep.
-            UnsupportedByServerError: if servers would go on from stored prefixes of the
-                old weights (``hicache_storage_backend`` before SGLang 0.5.20).
+            UnsupportedByServerError: if servers would continue from stored prefixes of
+                the old weights (``hicache_storage_backend`` before SGLang 0.5.20).
         """
 
     def new_servers(self) -> AbstractContextManager[RLSGLangEngine | None]:
         """Reserves the servers that wait for weights, which others already serve.
 
-        No weight update and no other call of this begins meanwhile. After the block,
-        the servers are polled.
+        It excludes weight updates and other calls of this method. After the block, the
+        servers are polled.
 
         Returns:
-            A context manager, which yields an engine of these servers alone, or
-            ``None`` if there are none, or none that serves.
+            A context manager, which yields an engine of only these servers, or ``None``
+            if there are none, or none that serves.
 
         Raises:
             WeightSyncStateError: if an update is in progress.
@@ -403,30 +402,31 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def interrupt_requests(self, *, timeout: float, keep: bool = True) -> None:
-        """Aborts requests in flight that would not go on exactly with new weights.
+        """Aborts in-flight requests that would not continue exactly with new weights.
 
-        A part of weight updates, which have announced it: this engine object sends what
-        remains of them after the update. Those of other users end with what they have.
+        A part of weight updates, which have announced it: this engine object sends
+        their remaining parts after the update. Requests of other users end with their
+        tokens so far.
 
         Args:
-            timeout: in seconds; what has not come back then is left alone.
-            keep: leave alone those that would go on exactly; False: abort them, too, so
-                that nothing of this engine runs before it sends requests again.
+            timeout: in seconds; requests that have not returned by then are left alone.
+            keep: leave requests alone that would continue exactly; False: abort them,
+                too, so that nothing of this engine runs before it sends requests again.
         """
 
     @abc.abstractmethod
     def revive(self, *, timeout: float = 600.0) -> None:
-        """Restarts servers that do not respond, and waits for all that are started.
+        """Restarts unresponsive servers, and waits for all pending starts.
 
         A restarted server holds the checkpoint's weights, and waits for a weight update
         if the others hold newer ones.
 
         Args:
-            timeout: for them to be ready, in seconds.
+            timeout: timeout of the restarts, in seconds.
 
         Raises:
-            ServerTimeoutError: if a server that this engine does not own does not
-                respond, or after the timeout.
+            ServerTimeoutError: if a server of another owner does not respond, or after
+                the timeout.
             ServerUnavailableError: if such a server cannot be reached.
             ServerDiedError: if every server has been restarted too often.
         """
@@ -441,14 +441,14 @@ class RLSGLangEngine(abc.ABC):
         abort_first: bool = False,
         drain_timeout: float = 60.0,
     ) -> None:
-        """Has every server release GPU memory, for a trainer on the same GPU.
+        """Releases GPU memory of every server, for a trainer on the same GPU.
 
         The servers must have been started with ``enable_memory_saver=True``. From the
-        call on, new requests are refused with :class:`.WeightSyncStateError`; running
-        requests of all users are waited for. A later request of another user waits in
-        the server until :meth:`wake_up`.
+        call on, new requests are refused with :class:`.WeightSyncStateError`; the call
+        waits for running requests of all users. A later request of another user waits
+        in the server until :meth:`wake_up`.
 
-        The order of a step of a trainer that shares the GPU::
+        The order of a training step on a shared GPU::
 
             engine.sleep()
             ...  # Train.
@@ -458,16 +458,16 @@ class RLSGLangEngine(abc.ABC):
 
         Released weights are lost, unless the servers were started with
         ``enable_weights_cpu_backup=True``: the engine refuses to generate from
-        :meth:`wake_up` to the next weight update. Use one engine object to put servers
-        to sleep and to wake them up; others, and copies made before, do not know of it.
-        A server that ends meanwhile is restarted after :meth:`wake_up`.
+        :meth:`wake_up` to the next weight update. Use a single engine object for sleep
+        and wake-up; other objects, and earlier copies, do not notice it. A server that
+        ends during sleep is restarted after :meth:`wake_up`.
 
         Args:
-            tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (which frees
-                something where ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1`` was in the
-                servers' environment). Memory that is asleep already stays so.
+            tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (effective with
+                ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1`` in the servers' environment).
+                Memory that is already asleep stays asleep.
             abort_first: abort running requests, of all users, instead of waiting.
-            drain_timeout: for running requests to end, in seconds.
+            drain_timeout: timeout for running requests, in seconds.
 
         Raises:
             ConfigurationError: if a tag or the timeout is wrong.
@@ -475,25 +475,25 @@ class RLSGLangEngine(abc.ABC):
             ServerTimeoutError: if requests still run after the timeout. Nothing was
                 released, and generation continues.
             WeightSyncStateError: if a weight update is in progress.
-            ServerError: if a server failed; the message tells which. The engine stays
+            ServerError: if a server failed; the message names it. The engine stays
                 asleep: a second call completes it, and :meth:`wake_up` undoes it.
         """
 
     @abc.abstractmethod
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        """Has the servers allocate memory again that :meth:`sleep` released.
+        """Makes the servers allocate memory again that :meth:`sleep` released.
 
         When all of it is back, and the weights are not lost, generation continues.
 
         Args:
-            tags: as for :meth:`sleep`; by default all that is asleep. Memory that is
-                awake stays so.
+            tags: as for :meth:`sleep`; by default all released memory. Memory that is
+                awake stays awake.
 
         Raises:
             ConfigurationError: if a tag is unknown.
             WeightSyncStateError: if a weight update is in progress.
-            ServerError: if a server failed, as where another process still has the
-                memory; the message tells which. A second call completes it.
+            ServerError: if a server failed, such as when another process still has the
+                memory; the message names it. A second call completes it.
         """
 
     @abc.abstractmethod
@@ -502,13 +502,13 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> None:
-        """Ends the servers that this engine owns, and closes the connections."""
+        """Ends the servers of this engine, and closes the connections."""
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A sentence on each server that does not serve now; of many, on the first.
+        """A sentence on each server that does not serve now, at most the first few.
 
-        It is what this engine object knows, without asking any server.
+        It reflects this engine object's state, without queries.
         """
         return ()
 
@@ -522,7 +522,7 @@ class RLSGLangEngine(abc.ABC):
         return self.capabilities.tp_size
 
     def get_dp_size(self) -> int:
-        """Returns the number of model copies that generate: replicas times dp_size."""
+        """Returns the number of generating model copies: replicas times dp_size."""
         return self.capabilities.dp_size * self.num_replicas
 
     def get_world_size(self) -> int:

@@ -1,13 +1,13 @@
-"""Orders the calls of one weight update; nothing else does.
+"""Order of the control calls of a weight update.
 
 Whole weights: pause → flush → begin → send → end → resume → verify; this engine's
 requests are sent again only then. A LoRA adapter is loaded beside the served weights,
 so it is only sent and verified.
 
-A failure before the first byte leaves the servers as they were, and generation goes on.
-A later one leaves a mix of old and new weights: the servers stay paused and the engine
-refuses to generate until an update succeeds. Where an answer is lost, the worse is
-assumed.
+A failure before the first byte leaves the servers unchanged, and generation continues.
+A later failure leaves a mix of old and new weights: the servers stay paused and the
+engine refuses to generate until an update succeeds. If a response is lost, the worse
+case is assumed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CLEANUP_SECONDS = 5.0
 
 
 class UpdateContent(Protocol):
-    """Contents of one update."""
+    """Contents of an update."""
 
     @property
     def specs(self) -> Sized:
@@ -68,15 +68,15 @@ class Transfer(Protocol):
 
     @property
     def wire_bytes(self) -> int | None:
-        """Bytes of the last update's requests, if not those of the tensors."""
+        """Bytes of the last update's requests, if they differ from the tensors'."""
 
     @property
     def route(self) -> WeightRoute | None:
-        """Route by which servers load whole weights; ``None``: none are sent."""
+        """Route of whole weights into servers; ``None``: none are sent."""
 
     @property
     def in_session(self) -> bool:
-        """Servers take tensors only between begin and end calls, if they have these."""
+        """Whether servers take tensors only between begin and end calls."""
 
     @property
     def adapter_only(self) -> bool:
@@ -84,7 +84,7 @@ class Transfer(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether :meth:`connect` has nothing to do."""
+        """Whether :meth:`connect` is unnecessary."""
 
     def connect(self) -> None:
         """Connects to the servers; touches no weights."""
@@ -111,16 +111,16 @@ def update_weights(
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
-    After whole weights, requests that select no LoRA adapter are computed with these
-    alone: published adapters are dropped from every server before it generates again.
+    After whole weights, requests that select no LoRA adapter are computed only with
+    these: published adapters are dropped from every server before it generates again.
+
     ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
-    the servers load what they were started with; they may hold half of an update, so
-    any failure leaves them inconsistent. ``quantized``: the servers that the weights
-    were encoded for. ``draft``: what happens to a draft model; the transport says the
-    same. ``"continue"`` always flushes prefix caches:
-    retracted requests keep the cache key of the old version. ``choose_again`` returns
-    another version where another trainer has updated the servers meanwhile, which may
-    have chosen the same.
+    the servers load their original weights; they may hold half of an update, so any
+    failure leaves them inconsistent. ``quantized``: quantization of the encoded
+    weights. ``draft``: treatment of a draft model, equal to the transport's.
+    ``"continue"`` always flushes prefix caches: retracted requests keep the cache key
+    of the old version. ``choose_again`` returns another version if another trainer,
+    which may have chosen the same, has updated the servers in the meantime.
     """
     start = time.perf_counter()
     if transport.route is not None:
@@ -140,7 +140,7 @@ def update_weights(
             verified=verify is not None,
             flush=flush or pause_mode == "continue",
             choose_again=choose_again,
-            # Sending nothing does not make whole what an earlier update left half done.
+            # An update without data does not complete an earlier half.
             touched=update.was_inconsistent or checkpoint,
         )
         if not transport.connected:
@@ -176,7 +176,7 @@ def update_weights(
 
 @dataclass(kw_only=True)
 class _UpdateSession:
-    """One update, and what is known of the servers meanwhile."""
+    """The state of one update and its servers."""
 
     engine: RLSGLangEngine
     update: WeightUpdate
@@ -186,16 +186,16 @@ class _UpdateSession:
     timeout: float
     draft: DraftUpdate
     verified: bool
-    """Servers and trainer are compared before requests are sent again."""
+    """Whether servers and trainer are compared before requests are sent again."""
     flush: bool
-    """The prefix caches are emptied."""
+    """Whether the prefix caches are emptied."""
     choose_again: Callable[[], str] | None
     touched: bool
-    """The servers may hold other weights than when they last generated."""
+    """Whether the servers may hold other weights than at their last generation."""
     committed: bool = False
-    """All servers said that they hold the new weights."""
+    """Whether all servers confirmed the new weights."""
     adapter: str | None = None
-    """The adapter that requests carried before."""
+    """The default adapter before the update."""
     opened: set[str] = field(default_factory=set)
     """Servers with a session of this update; ``unclear`` ones may have one."""
     unclear: set[str] = field(default_factory=set)
@@ -215,7 +215,7 @@ class _UpdateSession:
             self.seconds[name] = time.perf_counter() - start
 
     def publish(self, weights: UpdateContent) -> int:
-        """Loads an adapter beside the served weights, while generation goes on."""
+        """Loads an adapter beside the served weights, while generation continues."""
         problem = self.engine.base_problem
         if problem is not None and self.update.was_inconsistent:
             raise WeightSyncStateError(
@@ -289,7 +289,7 @@ class _UpdateSession:
         if self.pause_mode == "retract" and not self.control.paused:
             self.update.holds_requests()
             self.update.aborts_requests()
-            # What is not verified yet generates nothing.
+            # Unverified weights generate nothing.
             self.engine.interrupt_requests(timeout=self.timeout, keep=not self.verified)
         if self.pause_mode != "none":
             if self.pause_mode == "in_place":
@@ -315,7 +315,7 @@ class _UpdateSession:
             self._select(None, self.pause_mode, self.timeout)
 
     def _select(self, adapter: str | None, mode: PauseMode, timeout: float) -> None:
-        """Makes requests carry another adapter, also those on paused servers."""
+        """Changes the adapter of requests, also on paused servers."""
         self.engine.default_adapter = adapter
         if mode == "in_place":
             # A server that is paused in place does not end running requests.
@@ -323,7 +323,7 @@ class _UpdateSession:
         self._abort_all(timeout)
 
     def _abort_all(self, timeout: float) -> None:
-        """Aborts all requests; this engine's are sent again, as they would be then."""
+        """Aborts all requests; this engine sends its own again, with the new state."""
         self.update.aborts_requests()
         run_sync(self.control.abort_all(timeout=timeout))
 
@@ -331,19 +331,19 @@ class _UpdateSession:
         """Empties the prefix caches.
 
         New requests carry the new weight version as a key and hit no older entry.
-        Retracted requests carry the old one and would hit their own prefix, so they are
-        aborted and sent again where a cache cannot be flushed while they wait.
+        Retracted requests carry the old version and would hit their own prefix, so they
+        are aborted and sent again if a cache cannot be flushed while they wait.
         """
         flushed = run_sync(self.control.flush_cache(timeout=self.timeout))
         if not flushed and self.pause_mode == "retract":
             self._abort_all(self.timeout)
             flushed = run_sync(self.control.flush_cache(timeout=self.timeout))
         if flushed and self.pause_mode != "none":
-            # Requests that other clients send meanwhile wait.
+            # Requests of other clients wait.
             self.update.flushed()
 
     def _send(self, weights: UpdateContent) -> int:
-        """Sends the weights, in an update session where the transport needs one."""
+        """Sends the weights, in an update session if the transport needs one."""
         in_session = self.transport.in_session
         if in_session:
             with self.phase("begin"):
@@ -363,7 +363,7 @@ class _UpdateSession:
         return count
 
     def _follow_another_update(self) -> None:
-        """Begins again after the session of another sender, which has ended."""
+        """Begins again after the end of another sender's session."""
         if self.choose_again is not None:
             self.version = self.choose_again()
         if self.pause_mode == "none":
@@ -376,11 +376,11 @@ class _UpdateSession:
     def _begin(self) -> bool:
         """Opens a session on every server; returns whether another sender had one open.
 
-        Such a session is waited for, and closed when its sender seems to be gone.
+        It waits for such a session, and closes it when its sender seems to be gone.
         """
         deadline = time.monotonic() + min(self.timeout, TAKE_OVER_SECONDS)
         waiting = list(self.control.urls)
-        others = closed = False
+        is_foreign = closed = False
         while True:
             outcomes = self._open_sessions(waiting, self.timeout)
             waiting = [url for url, error in outcomes.items() if _is_open(error)]
@@ -389,9 +389,9 @@ class _UpdateSession:
                 if error is not None and (not _is_open(error) or (late and closed)):
                     raise error
             if not waiting:
-                return others
+                return is_foreign
             # An abandoned session may have left half of its weights.
-            self.touched = others = True
+            self.touched = is_foreign = True
             if not late:
                 time.sleep(TAKE_OVER_POLL_SECONDS)
                 continue
@@ -405,8 +405,8 @@ class _UpdateSession:
     def _open_sessions(
         self, urls: list[str], timeout: float
     ) -> dict[str, SGLangError | None]:
-        """Asks servers to open a session, and keeps which ones did."""
-        # Unclear until there is an answer, also where this is interrupted.
+        """Opens sessions on servers, and records the successful ones."""
+        # Unclear until the response, also if this is interrupted.
         self.unclear |= set(urls)
         outcomes = run_sync(
             self.control.begin_weight_update_on_each(
@@ -423,7 +423,7 @@ class _UpdateSession:
         return outcomes
 
     def _resume(self, timeout: float) -> None:
-        """Resumes generation, twice where the answer was lost, which does no harm."""
+        """Resumes generation; repeats the harmless call if its response was lost."""
         try:
             run_sync(self.control.resume(timeout=timeout))
         except ServerError as error:
@@ -456,7 +456,7 @@ class _UpdateSession:
             self.update.mark_inconsistent(problem)
             # A server that is gone now may come back with it.
             self.update.reserve(self.version)
-            # Other clients of the servers do not know that they are inconsistent.
+            # Other clients of the servers do not know about the inconsistency.
             self._stay_paused()
         kind = (
             type(error) if isinstance(error, WeightSyncError) else WeightTransferError
@@ -520,7 +520,7 @@ def _is_open(error: SGLangError | None) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """Returns an error as a sentence that others can follow."""
+    """Returns an error as a complete sentence."""
     # An interrupt has no text.
     text = str(error).rstrip() or type(error).__name__
     return text if text.endswith((".", "!", "?")) else f"{text}."

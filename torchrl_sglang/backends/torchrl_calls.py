@@ -30,7 +30,7 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion, WeightRoute
 
 WEIGHT_UPDATE_GROUP = "weight_update_group"
-"""SGLang's own name for the process group that weights are broadcast in."""
+"""SGLang's own name for the process group of weight broadcasts."""
 
 
 IGNORED_VARIABLES: Mapping[str, str] = {
@@ -41,7 +41,7 @@ IGNORED_VARIABLES: Mapping[str, str] = {
     "TORCHRL_SGLANG_WEIGHT_SYNC_FLUSH_CACHE": "flush_cache=... of "
     "SGLangWeightSyncScheme",
 }
-"""Environment variable that TorchRL's own classes read -> what to give here."""
+"""Environment variable of TorchRL's own classes -> counterpart here."""
 
 
 @cache
@@ -55,7 +55,7 @@ def warn_of_ignored_variables() -> None:
 
 
 class TorchRLCalls(RLSGLangEngine):
-    """Methods that code written for TorchRL's engines calls."""
+    """Methods of TorchRL's engines, for code that was written for them."""
 
     def generate_batch(
         self,
@@ -63,7 +63,7 @@ class TorchRLCalls(RLSGLangEngine):
         sampling_params: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> list[Completion]:
-        """Continues several texts; the same as :meth:`generate` with a list of them."""
+        """Continues several texts, like :meth:`generate` with a list of them."""
         return self.generate(list(prompts), sampling_params, **kwargs)
 
     def reset_prefix_cache(self) -> bool:
@@ -71,12 +71,12 @@ class TorchRLCalls(RLSGLangEngine):
         return self.flush_cache()
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
-        """Returns how many requests of all users each server, or one, has."""
+        """Returns the number of all users' requests on each server, or on one."""
         loads = run_sync(self.control.loads())
         return _choose([running + queued for running, queued in loads], actor_index)
 
     def get_cache_usage(self, actor_index: int | None = None) -> Any:
-        """Returns how much of each server's KV cache, or of one's, is used, 0 to 1.
+        """Returns the used share of each server's KV cache, or of one's, from 0 to 1.
 
         Raises:
             UnsupportedByServerError: if a server does not report it.
@@ -90,16 +90,16 @@ class TorchRLCalls(RLSGLangEngine):
         *,
         timeout: float = 60.0,
     ) -> None:
-        """Has every server join a process group whose first rank is the caller's.
+        """Makes every server join a process group whose first rank is the caller's.
 
-        For a trainer that runs its own collectives. It opens the store at the address
-        and joins meanwhile, in another thread. A
+        For a trainer with its own collectives. It opens the store at the address and
+        joins concurrently, in another thread. A
         :class:`~torchrl_sglang.SGLangWeightSyncScheme` does all of this by itself.
 
         Args:
-            master_address: where the servers meet the trainer. Defaults to
+            master_address: rendezvous address of servers and trainer. Defaults to
                 :meth:`get_master_address`.
-            master_port: of the trainer's store; TorchRL's default cannot be known.
+            master_port: port of the trainer's store; TorchRL's default cannot be known.
             timeout: in seconds.
 
         Raises:
@@ -122,7 +122,7 @@ class TorchRLCalls(RLSGLangEngine):
             "timeout": check_seconds("timeout", timeout),
         }
         with suppress(RequestRefusedError):
-            # An earlier trainer may have left one.
+            # An earlier trainer may have left a group.
             run_sync(self.control.destroy_weights_update_group(WEIGHT_UPDATE_GROUP))
         run_sync(self.control.init_weights_update_group(**options))
 
@@ -134,15 +134,15 @@ class TorchRLCalls(RLSGLangEngine):
         *,
         timeout: float = 300.0,
     ) -> str:
-        """Has every server receive one tensor that the trainer broadcasts meanwhile.
+        """Makes every server receive a tensor that the trainer broadcasts concurrently.
 
         It is an update with its own weight version, and the engine must be idle.
         :meth:`.SGLangWeightSender.update_weights` sends all tensors in one update.
 
         Args:
-            name: of the parameter.
-            dtype: of the parameter.
-            shape: of the parameter.
+            name: name of the parameter.
+            dtype: type of the parameter.
+            shape: shape of the parameter.
             timeout: in seconds.
 
         Returns:
@@ -150,7 +150,7 @@ class TorchRLCalls(RLSGLangEngine):
 
         Raises:
             WeightSyncStateError: if a request or another update runs, or if an earlier
-                update left a mix of weights, which one tensor does not mend.
+                update left a mix of weights, which a single tensor cannot repair.
             WeightTransferError: if a server did not receive it. Generation is refused
                 until an update of all tensors succeeds.
         """
@@ -193,7 +193,7 @@ class TorchRLCalls(RLSGLangEngine):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Announced:
-    """One tensor that the trainer broadcasts."""
+    """A tensor that the trainer broadcasts."""
 
     name: str
     dtype: torch.dtype
@@ -209,7 +209,7 @@ class _Announced:
 
 
 class _Broadcast:
-    """Has servers receive what the trainer broadcasts in a collective of its own."""
+    """Transport in which servers receive a trainer's own broadcasts."""
 
     name = "broadcast"
     route: WeightRoute = "distributed"
@@ -227,7 +227,7 @@ class _Broadcast:
         """Does nothing: the trainer has called :meth:`init_weight_update_group`."""
 
     def send(self, weights: _Announced, *, version: str) -> int:
-        """Tells the servers of the tensor, and returns when they have it."""
+        """Announces the tensor to the servers, and waits until they have it."""
         receiving = self._control.update_weights_from(
             "distributed",
             group_name=WEIGHT_UPDATE_GROUP,

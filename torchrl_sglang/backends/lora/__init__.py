@@ -1,3 +1,3 @@
-"""What a LoRA adapter is: ``payload`` reads and checks its tensors, and ``names`` has
-the names by which requests and servers know it. ``fleet`` loads and drops it.
+"""LoRA adapters: ``payload`` reads and checks their tensors, and ``names`` parses
+their names in requests and on servers. ``fleet`` loads and drops them.
 """

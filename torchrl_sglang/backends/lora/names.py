@@ -1,7 +1,7 @@
-"""Names of LoRA adapters: what requests select, and what servers call each load. Pure.
+"""Names of LoRA adapters in requests, and of each load on servers.
 
 ``policy@7#18a3f`` is load 0x18a3f of ``policy``, with weight version 7. Requests that
-select no adapter use one with ``@``, and not one with ``~``.
+select no adapter use an adapter with ``@``, not with ``~``.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ def make_served_name(name: str, version: str | None, *, published: bool) -> str:
 
 
 def parse_served_name(served_as: str) -> Adapter:
-    """Returns the adapter that a server calls so."""
-    found = _SERVED.fullmatch(served_as)
-    if found is None:
+    """Returns the adapter with a served name."""
+    match = _SERVED.fullmatch(served_as)
+    if match is None:
         return Adapter(name=served_as, served_as=served_as)
-    version = found["version"] or None
-    return Adapter(name=found["name"], served_as=served_as, version=version)
+    version = match["version"] or None
+    return Adapter(name=match["name"], served_as=served_as, version=version)
 
 
 def is_published(served_as: str) -> bool:
-    """Returns whether requests that select no adapter use this one."""
-    found = _SERVED.fullmatch(served_as)
-    return found is not None and found["mark"] == "@"
+    """Returns whether requests without an adapter use this adapter."""
+    match = _SERVED.fullmatch(served_as)
+    return match is not None and match["mark"] == "@"
 
 
 def load_number(served_as: str) -> int:
-    """Returns the number of a load; 0 where another program chose the name."""
-    found = _SERVED.fullmatch(served_as)
-    return int(found["load"] or "0", 16) if found else 0
+    """Returns the number of a load; 0 if another program chose the name."""
+    match = _SERVED.fullmatch(served_as)
+    return int(match["load"] or "0", 16) if match else 0

@@ -1,8 +1,8 @@
-"""Reads a LoRA adapter in PEFT's format, and checks and completes it for servers.
+"""Reads a LoRA adapter in PEFT's format, checks it and completes it for servers.
 
-A tensor of another shape kills a scheduler when the first request selects the adapter,
-scaling by the root of the rank is ignored, and an adapter of ``v_proj`` alone is
-misread. So everything is checked against the served model before anything is sent.
+A tensor with a wrong shape kills a scheduler when the first request selects the
+adapter, scaling by the root of the rank is ignored, and an adapter of ``v_proj`` alone
+is misread. So everything is checked against the served model before it is sent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 
 PREFIX = "base_model.model."
-"""Prefix that PEFT gives parameter names."""
+"""Prefix of parameter names in PEFT."""
 
 _NAME = re.compile(
     r"(?P<module>.+)\.lora_(?P<side>[AB](?=.*\.weight$)|embedding_[AB])(\.[^.]+){0,2}"
@@ -41,7 +41,7 @@ _CHANGES_BASE = (
 )
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    # PEFT's name: (values that change nothing, why other values are refused)
+    # PEFT's name: (neutral values, reason why other values are refused)
     "use_dora": ((False,), "SGLang has no DoRA"),
     "bias": (("none",), "SGLang does not load an adapter's biases"),
     "lora_bias": ((False,), "SGLang does not load an adapter's biases"),
@@ -64,13 +64,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that a server computes as one, so that it needs adapters of all of them."""
+"""Modules that a server fuses, so that it needs adapters for all of them."""
 
 _UNCHECKED = re.compile(r"\.experts(\.|$)")
 """Modules whose parameters have different names in transformers and in PEFT."""
 
 MAX_PROBLEMS = 8
-"""Problems that one error lists."""
+"""Number of problems in an error."""
 
 Pair = Mapping[str, torch.Tensor]
 """Side (``"A"``, ``"B"``, ``"embedding_A"``, ``"embedding_B"``) -> tensor."""
@@ -78,10 +78,10 @@ Pair = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterPayload:
-    """Weights and configuration of an adapter as sent; kept to load it again."""
+    """Weights and configuration of an adapter as sent; kept for reloads."""
 
     path: str | None = None
-    """Folder or hub name that the servers read."""
+    """Folder or hub name for the servers."""
     tensors: str = field(default="", repr=False)
     """Tensors of the adapter as text, instead of a folder."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -112,7 +112,7 @@ def prepare_adapter(
         if not is_here or capabilities.lora_tensors_field is None:
             if is_here:
                 _check_folder(Path(path), capabilities.args)
-            # A server reads it, whose own folder is another one.
+            # A server reads it, relative to its own folder.
             return AdapterPayload(path=str(Path(path).absolute() if is_here else path))
         tensors, config = read_folder(path)
     if config is None:
@@ -129,7 +129,7 @@ def prepare_adapter(
 def read_folder(
     path: str | os.PathLike[str],
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns the tensors and the configuration of an adapter that PEFT has saved."""
+    """Returns the tensors and the configuration of an adapter in PEFT's format."""
     from safetensors.torch import load_file
 
     folder = Path(path)
@@ -150,7 +150,7 @@ def read_folder(
 
 
 def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
-    """Returns a configuration as servers take it; refuses what they would ignore."""
+    """Returns a configuration for servers; refuses values that they would ignore."""
     if not isinstance(config, Mapping):
         raise ConfigurationError(
             f"The configuration of a LoRA adapter is a {type(config).__name__}; give "
@@ -165,11 +165,11 @@ def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
                 f"whole content of PEFT's {CONFIG_FILE}, in which it is a positive "
                 f"number."
             )
-    rank, most = config["r"], args.max_lora_rank
-    if most is not None and rank > most:
+    rank, limit = config["r"], args.max_lora_rank
+    if limit is not None and rank > limit:
         raise ConfigurationError(
             f"The LoRA adapter has the rank r={rank}, and the servers were started "
-            f"with max_lora_rank={most}; start them with max_lora_rank={rank}."
+            f"with max_lora_rank={limit}; start them with max_lora_rank={rank}."
         )
     # Servers always scale by alpha / r.
     scale = math.sqrt(rank) if config.get("use_rslora") else 1
@@ -182,7 +182,7 @@ def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
 
 
 def check_kind(config: Mapping[str, Any]) -> None:
-    """Refuses an adapter that is more than a LoRA adapter over the served weights."""
+    """Refuses an adapter with more than a LoRA adapter's changes to the weights."""
     kind = config.get("peft_type", "LORA")
     if str(getattr(kind, "value", kind)).upper() != "LORA":
         raise ConfigurationError(
@@ -201,7 +201,7 @@ def _check_folder(folder: Path, args: ServerArgs) -> None:
     try:
         config = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError):
-        # Another folder than the servers', or one that they refuse.
+        # The folder differs from the servers', or they refuse it.
         return
     if check_config(config, args)["lora_alpha"] != config["lora_alpha"]:
         raise ConfigurationError(
@@ -215,7 +215,7 @@ def _check_folder(folder: Path, args: ServerArgs) -> None:
 def fits_servers(
     config: Mapping[str, Any], modules: Collection[str], args: ServerArgs
 ) -> bool:
-    """Returns whether servers take an adapter of these modules."""
+    """Returns whether servers support an adapter of these modules."""
     try:
         check_config(config, args)
     except ConfigurationError:
@@ -223,10 +223,10 @@ def fits_servers(
     served = args.lora_target_modules
     if not isinstance(served, (list, tuple)) or set(served) & {"all", "all-linear"}:
         return True
-    taken = {name.rpartition(".")[2] for name in served}
-    # One of those that are computed together stands for all of them.
-    taken |= {name for group in _FUSED if taken & {*group} for name in group}
-    return taken.issuperset(modules)
+    supported = {name.rpartition(".")[2] for name in served}
+    # A fused module includes all its parts.
+    supported |= {name for group in _FUSED if supported & {*group} for name in group}
+    return supported.issuperset(modules)
 
 
 def check_tensors(
@@ -246,10 +246,10 @@ def check_tensors(
     if not pairs:
         problems.append("there is no tensor in it")
     if problems:
-        more = ", ..." if len(problems) > MAX_PROBLEMS else ""
+        suffix = ", ..." if len(problems) > MAX_PROBLEMS else ""
         raise WeightMismatchError(
             f"The LoRA adapter does not fit the served model, so it was not sent: "
-            f"{'; '.join(problems[:MAX_PROBLEMS])}{more}. Train it on the model that "
+            f"{'; '.join(problems[:MAX_PROBLEMS])}{suffix}. Train it on the model that "
             f"the servers were started with."
         )
     pairs |= _missing_pairs(pairs, served)
@@ -258,7 +258,7 @@ def check_tensors(
         for module, pair in pairs.items()
         for side, value in pair.items()
     }
-    # PEFT also takes a pattern, which means something else in SGLang.
+    # PEFT also takes a pattern, which has another meaning in SGLang.
     targets = sorted({module.rpartition(".")[2] for module in pairs})
     return complete, {**config, "target_modules": targets}
 
@@ -270,16 +270,16 @@ def _pair(
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     problems = []
     for name, value in tensors.items():
-        found = _NAME.fullmatch(without_wrappers(name).removeprefix(PREFIX))
-        if found is None:
+        match = _NAME.fullmatch(without_wrappers(name).removeprefix(PREFIX))
+        if match is None:
             problems.append(f"{name} does not belong to a LoRA adapter")
         else:
-            pairs.setdefault(found["module"], {})[found["side"]] = value
+            pairs.setdefault(match["module"], {})[match["side"]] = value
     return pairs, problems
 
 
 def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list[str]:
-    """Returns what is wrong with the tensors of one module."""
+    """Returns the problems of one module's tensors."""
     embedding = "embedding_A" in pair
     sides = ("embedding_A", "embedding_B") if embedding else ("A", "B")
     missing = [side for side in sides if side not in pair]
@@ -290,10 +290,10 @@ def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list
     if f"{module}.weight" not in served and module != "lm_head":
         return [f"the served model has no module {module}"]
     # An output head that is tied to the embedding has its shape.
-    known = served.get(f"{module}.weight", served.get("model.embed_tokens.weight"))
-    if known is None:
+    parameter = served.get(f"{module}.weight", served.get("model.embed_tokens.weight"))
+    if parameter is None:
         return []
-    rows, columns = reversed(known[1]) if embedding else known[1]
+    rows, columns = reversed(parameter[1]) if embedding else parameter[1]
     return [
         f"{module}.lora_{side} has the shape {tuple(pair[side].shape)}, and with "
         f"r={rank} it is {shape}"
@@ -305,14 +305,14 @@ def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list
 def _missing_pairs(
     pairs: Mapping[str, Pair], served: ModelMetadata
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns adapters that change nothing, for the rest of each fused module."""
+    """Returns neutral adapters for the missing parts of fused modules."""
     added: dict[str, dict[str, torch.Tensor]] = {}
     for module, pair in pairs.items():
         parent, _, leaf = module.rpartition(".")
-        others = next((group for group in _FUSED if leaf in group), ())
+        parts = next((group for group in _FUSED if leaf in group), ())
         if "A" not in pair or _UNCHECKED.search(module):
             continue
-        for name in (f"{parent}.{other}" for other in others):
+        for name in (f"{parent}.{other}" for other in parts):
             if name in pairs or name in added or f"{name}.weight" not in served:
                 continue
             rows, columns = served[f"{name}.weight"][1]
@@ -325,7 +325,7 @@ def _missing_pairs(
 
 
 def to_text(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> str:
-    """Returns tensors, cast to a type, as text that servers on any machine read."""
+    """Pickles tensors and encodes them in base64, as SGLang's LoRA route expects."""
     copies = {
         # A clone: of a view, the whole storage would be written.
         name: value.detach().to("cpu", dtype).contiguous().clone()

@@ -146,7 +146,7 @@ class Stream:
             changed.cancel()
 
     async def _contents(self) -> AsyncIterator[bytes]:
-        """Yields keep-alives and stable prefixes, then the rest or an error."""
+        """Yields keep-alive events and stable prefixes, then the rest or an error."""
         failure = None
         try:
             while not self._task.done():

@@ -1,7 +1,7 @@
 """Weight loaders that run inside servers, named by ``--custom-weight-loader``.
 
-Each file stands alone: it is imported by the Python of the server, without this
-from this folder, or from wherever it was copied to.
+Each file stands alone: the server's Python, which lacks this package, imports it from
+this folder, or from a copy of it.
 """
 
 from __future__ import annotations

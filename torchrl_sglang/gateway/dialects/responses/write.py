@@ -89,7 +89,7 @@ class ResponseWriter(Writer):
         yield from self._stream.end(self.answer(turns, usage))
 
     def waiting(self) -> bytes:
-        """Returns events: some clients do not accept comments as keep-alives."""
+        """Returns events: some clients do not accept comments as keep-alive events."""
         return b"".join(self._stream.wait())
 
     def failed(self, failure: Failure, error: Mapping[str, Any]) -> bytes:
