@@ -26,7 +26,7 @@ VAGUE_NAMES = re.compile(
 
 SUMMARY_LINES_LEFT: dict[str, int] = {
     "backends": 9,
-    "cli": 21,
+    "cli": 5,
     "collectors": 40,
     "gateway": 6,
     "policies": 2,
@@ -38,7 +38,7 @@ SUMMARY_LINES_LEFT: dict[str, int] = {
 NAMES_LEFT: dict[str, int] = {
     "backends": 55,
     "chat": 1,
-    "cli": 113,
+    "cli": 32,
     "collectors": 147,
     "gateway": 12,
     "objectives": 2,

@@ -4,9 +4,9 @@ Commands are ``demo``, ``serve``, ``gateway``, ``view``, ``plan``, ``doctor`` an
 ``bench``.
 
 The top layer: it may use everything, and nothing uses it. Modules import at their top
-only what parsing needs; torch and the engine are imported when a command runs, so that
-``--help`` and mistakes are answered at once. This module itself needs the standard
-library only: ``cpu`` runs before anything is installed.
+only the requirements of parsing; torch and the engine are imported when a command runs,
+so that ``--help`` and mistakes are answered at once. This module itself needs only the
+standard library: ``cpu`` runs before anything is installed.
 
 Results go to standard output, everything else to standard error. The exit status is 0,
 1 for a failure, 2 for a wrong command line, or 128 plus the number of the signal that
@@ -28,7 +28,7 @@ from torchrl_sglang.errors import ConfigurationError, SGLangError
 
 
 def program() -> str:
-    """Returns the name that this program was started by."""
+    """Returns the program's name as it was started."""
     script = "torchrl-sglang"
     started_by = os.path.basename(sys.argv[0])
     return script if started_by == script else "python -m torchrl_sglang"
@@ -55,12 +55,12 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     if not words:
         parser.print_help(sys.stderr)
         parser.exit(2)
-    own, engine_words = list(words), list[str]()
+    own_words, engine_words = list(words), list[str]()
     chosen: Parser = commands.choices.get(words[0], parser)
     if chosen.get_default("takes_engine_options"):
-        own, engine_words = split(words, chosen.own_options())
+        own_words, engine_words = split(words, chosen.own_options())
     arguments: argparse.Namespace
-    arguments, unknown = parser.parse_known_args(own)
+    arguments, unknown = parser.parse_known_args(own_words)
     if unknown:
         chosen.error(f"unrecognized arguments: {unknown[0]}")
     arguments.engine_words, arguments.own_options = engine_words, chosen.own_options()
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_error(arguments: argparse.Namespace, text: str) -> None:
-    """Prints an error as a sentence, or its traceback if that is asked for."""
+    """Prints an error as a sentence, or its traceback if requested."""
     if arguments.traceback:
         traceback.print_exc()
     else:
@@ -107,18 +107,18 @@ def _print_error(arguments: argparse.Namespace, text: str) -> None:
 
 
 def _is_of_arguments(error: OSError, arguments: argparse.Namespace) -> bool:
-    """Returns whether an error is of a path in the arguments, or above or below one."""
+    """Returns whether an error concerns a path in the arguments, or around one."""
     if not isinstance(error.filename, str):
         return False
     failed = Path(error.filename).absolute()
     values = vars(arguments).values()
     lists = [value if isinstance(value, list) else [value] for value in values]
-    given = [
+    paths = [
         Path(os.path.expanduser(value)).absolute()
         for value in chain.from_iterable(lists)
         if value and isinstance(value, (str, Path))
     ]
     return any(
         path == failed or path in failed.parents or failed in path.parents
-        for path in given
+        for path in paths
     )

@@ -1,6 +1,6 @@
-"""``demo``: trains a tiny model against a real server, to see that all of it works.
+"""``demo``: trains a tiny model against a real server, as an end-to-end test.
 
-:func:`train` is the whole program: copy it, and put your model and reward in.
+:func:`train` is the whole program: copy it, and insert your model and reward.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def add_command(commands: Any) -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Trains, and says where the program is."""
+    """Trains, and prints the path of the program."""
     if arguments.install:
         from torchrl_sglang.cli.cpu import install
 
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def ascending(conversation: Any, task: Any) -> float:
     """Rewards the share of neighbouring characters in ascending order."""
-    said: str = conversation.response
-    return sum(a < b for a, b in pairwise(said)) / max(len(said) - 1, 15)
+    text: str = conversation.response
+    return sum(a < b for a, b in pairwise(text)) / max(len(text) - 1, 15)
 
 
 def train(output: Path, steps: int, seed: int, engine: dict[str, Any]) -> Path:

@@ -1,4 +1,4 @@
-"""``gateway``: an endpoint for agents, beside servers that it starts or finds."""
+"""``gateway``: an endpoint for agents, beside new or running servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.gateway.gateway import Gateway
 
 GATEWAY_KEY_VARIABLE = "TORCHRL_SGLANG_GATEWAY_KEY"
-"""The environment variable that holds the gateway's key."""
+"""Environment variable with the gateway's key."""
 
 _OPTIONS = (
     *("host", "port", "tool_call_parser", "reasoning_parser", "request_timeout"),
@@ -44,7 +44,7 @@ _OPTIONS = (
 """Options that are arguments of the gateway, under the same names."""
 
 LOGPROBS_MODES = ("model", "sampling", "behaviour")
-"""Those of ``LogProbsMode``, whose module imports torch."""
+"""Values of ``LogProbsMode``, whose module imports torch."""
 
 DESCRIPTION = """\
 Serves OpenAI's and Anthropic's protocols for agents, and records every token, until
@@ -135,7 +135,7 @@ def add_command(commands: Any) -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Starts or finds servers, serves, and waits for an interrupt."""
+    """Starts or connects to servers, serves, and waits for an interrupt."""
     options = gateway_arguments(arguments)
     check_metrics_port(arguments.metrics_port)
     connects = bool(arguments.url or arguments.router_url)
@@ -151,8 +151,8 @@ def run(arguments: argparse.Namespace) -> int:
         gateway = Gateway(engine, **options)
         try:
             gateway.start()
-            # What there is now stays until the end. Each full garbage collection would
-            # look at it, and hold up all clients for half a second.
+            # Existing objects remain until the end. Each full garbage collection would
+            # visit them, and block all clients for half a second.
             gc.collect()
             gc.freeze()
             with metrics(arguments.metrics_port, engine=engine, gateway=gateway):
@@ -172,24 +172,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 def gateway_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of ``Gateway`` for these options."""
-    found = {name: getattr(arguments, name) for name in _OPTIONS}
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
     key = read_key(arguments.gateway_key_file, variable=GATEWAY_KEY_VARIABLE)
-    found["api_key"] = key
+    options["api_key"] = key
     if (file := arguments.chat_template) is not None:
         try:
-            found["chat_template"] = Path(file).expanduser().read_text()
+            options["chat_template"] = Path(file).expanduser().read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
                 f"The chat template cannot be read: {error}."
             ) from None
-    given = found["public_url"] or found["host"] or LOOPBACK
-    if key is None and (found["public_url"] or not is_loopback(given)):
+    address = options["public_url"] or options["host"] or LOOPBACK
+    if key is None and (options["public_url"] or not is_loopback(address)):
         raise ConfigurationError(
-            f"{given} can be reached from other machines; put a key "
+            f"{address} can be reached from other machines; put a key "
             f"into a file and give --gateway-key-file FILE, or set "
             f"{GATEWAY_KEY_VARIABLE}."
         )
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _start(arguments: argparse.Namespace) -> AsyncSGLang:

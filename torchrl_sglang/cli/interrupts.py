@@ -10,7 +10,7 @@ from types import FrameType
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end; event loops let a KeyboardInterrupt pass."""
+    """A signal to end this process; event loops let a KeyboardInterrupt pass."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -27,11 +27,11 @@ def _handling(handler: object, numbers: tuple[int, ...]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in numbers}  # type: ignore[arg-type]
+    previous = {number: signal.signal(number, handler) for number in numbers}  # type: ignore[arg-type]
     try:
         yield
     finally:
-        for number, old in before.items():
+        for number, old in previous.items():
             signal.signal(number, old)
 
 

@@ -1,7 +1,8 @@
-"""Command-line options that start servers, and a parser that suggests the nearest name.
+"""Command-line options that start servers, and a parser that suggests names.
 
-The own options of ``serve`` and ``bench`` say where and with what servers are started;
-every other ``--name value`` is an argument of the server, named as SGLang or vLLM does.
+The own options of ``serve`` and ``bench`` determine the place and kind of servers;
+every other ``--name value`` is an argument of the server, under SGLang's or vLLM's
+name.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ START_OPTIONS = (
 )
 RAY_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 TYPO_CUTOFF = 0.85
-"""An unknown name this near to an own option is a typo; a test checks that no argument
-of SGLang's server is as near to one."""
+"""Similarity of an unknown name to an own option that counts as a typo; a test checks
+that no argument of SGLang's server is as similar."""
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 
 
@@ -47,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         return {name: action.nargs != 0 for name, action in actions.items()}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parses words, which :meth:`error` looks for a mistake in."""
+        """Parses words, and keeps them for the messages of :meth:`error`."""
         self._words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
@@ -55,27 +56,27 @@ class Parser(argparse.ArgumentParser):
         """Prints the mistake, with the nearest valid name, and exits with status 2."""
         choice = re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message)
         unknown = re.search(r"unrecognized arguments: ([^\s=]+)", message)
-        meant = None
+        guess = None
         if choice:
-            meant = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
+            guess = nearest(choice[1], re.findall(r"[\w-]+", choice[2]))
         elif unknown:
-            meant = nearest(unknown[1], self.own_options())
-        hint = f"; did you mean {meant}?" if meant else "."
+            guess = nearest(unknown[1], self.own_options())
+        hint = f"; did you mean {guess}?" if guess else "."
         if "required: " in message:
             hint = self._misspelt() or hint + self.required_hint
         super().error(message + hint)
 
     def _misspelt(self) -> str:
-        """Returns a hint to an option whose name is nearly one of this parser."""
-        own = self.own_options()
+        """Returns a hint on an option whose name is similar to a word."""
+        options = self.own_options()
         for word in self._words:
             name = word.partition("=")[0]
             if (
                 name.startswith("--")
-                and name not in own
-                and (like := nearest(name, own))
+                and name not in options
+                and (guess := nearest(name, options))
             ):
-                return f"; did you mean {like} instead of {name}?"
+                return f"; did you mean {guess} instead of {name}?"
         return ""
 
 
@@ -94,7 +95,7 @@ def positive_float(text: str) -> float:
 
 
 def add_start_options(parser: Parser) -> None:
-    """Adds the options that say how servers are started."""
+    """Adds the options for the start of servers."""
     parser.required_hint = " Write it before the options of the server."
     add = parser.add_argument
     text = "number of servers (default: %(default)s)"
@@ -142,7 +143,7 @@ def metrics(port: int | None, **parts: Any) -> Iterator[str | None]:
 
 
 def check_metrics_port(port: int | None) -> None:
-    """Refuses a port before servers start, or a missing package."""
+    """Refuses a wrong port or a missing package before servers start."""
     if port is not None:
         if port != 0:
             check_port("--metrics-port", port)
@@ -153,15 +154,16 @@ def check_metrics_port(port: int | None) -> None:
 
 def start_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the keyword arguments of ``from_pretrained`` for these options."""
-    found = {name: getattr(arguments, name) for name in START_OPTIONS}
-    found = {name: value for name, value in found.items() if value is not None}
-    found |= read_keys(arguments)
-    if found.get("router_policy") == "none":
-        found["router_policy"] = None
-    strategy = found.pop("ray_strategy", None)
+    options = {name: getattr(arguments, name) for name in START_OPTIONS}
+    options = {name: value for name, value in options.items() if value is not None}
+    options |= read_keys(arguments)
+    if options.get("router_policy") == "none":
+        options["router_policy"] = None
+    strategy = options.pop("ray_strategy", None)
     if strategy is not None:
-        found["launcher"] = _ray_launcher(found.get("launcher"), strategy)
-    return {**found, **engine_arguments(arguments.engine_words, arguments.own_options)}
+        options["launcher"] = _ray_launcher(options.get("launcher"), strategy)
+    words, own_options = arguments.engine_words, arguments.own_options
+    return {**options, **engine_arguments(words, own_options)}
 
 
 def _ray_launcher(launcher: str | None, strategy: Any) -> Any:
@@ -176,9 +178,9 @@ def _ray_launcher(launcher: str | None, strategy: Any) -> Any:
 
 
 def check_nothing_starts(arguments: argparse.Namespace) -> None:
-    """Refuses options that start a server if a running one is used."""
-    given = [n for n in START_OPTIONS if getattr(arguments, n) not in (None, 1)]
-    flags = ["--" + name.replace("_", "-") for name in given]
+    """Refuses options for new servers if a running one is used."""
+    used = [n for n in START_OPTIONS if getattr(arguments, n) not in (None, 1)]
+    flags = ["--" + name.replace("_", "-") for name in used]
     engine_arguments(arguments.engine_words, arguments.own_options)
     flags += [word for word in arguments.engine_words if word.startswith("--")]
     if flags:
@@ -189,7 +191,7 @@ def check_nothing_starts(arguments: argparse.Namespace) -> None:
 
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns the servers' keys, those that there are, by the engine's arguments."""
+    """Returns the existing keys of the servers, by the engine's arguments."""
     keys = {
         "api_key": read_key(arguments.api_key_file),
         "admin_api_key": read_key(
@@ -227,36 +229,36 @@ def split(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], lis
         >>> split(["model", "--tp-size", "2", "--json"], {"--json": False})
         (['model', '--json'], ['--tp-size', '2'])
     """
-    mine, engine = list[str](), list[str]()
-    target, value_follows = mine, False
+    command, engine = list[str](), list[str]()
+    target, value_follows = command, False
     for word in words:
         name, equals, _ = word.partition("=")
         if value_follows:
             value_follows = False
         elif name in own:
-            target = mine
+            target = command
             value_follows = own[name] and not equals
         elif word.startswith("--") and len(word) > 2:
             target = engine
         elif re.match(r"-[A-Za-z]", word):
-            target = mine  # The parser reports it as unknown.
+            target = command  # The parser reports it as unknown.
         target.append(word)
-    return mine, engine
+    return command, engine
 
 
 def engine_arguments(words: Iterable[str], own: Iterable[str] = ()) -> dict[str, Any]:
     """Parses ``--name value``, ``--name=value`` and ``--name`` of a server.
 
     Integers, simple fractions, ``true``, ``false`` and JSON objects are converted,
-    everything else stays text. An option without a value is ``True``, one with several
-    is a list, and ``--no-name`` without a value is ``name=False``. ``own`` are options
-    of the command, for suggestions.
+    everything else stays text. An option without a value is ``True``, an option with
+    several is a list, and ``--no-name`` without a value is ``name=False``. ``own`` are
+    options of the command, for suggestions.
 
     Examples:
         >>> engine_arguments(["--tp-size", "2", "--no-enable-prefix-caching"])
         {'tp_size': 2, 'enable_prefix_caching': False}
     """
-    found: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     values: list[str] = []
     for word in words:
         if not word.startswith("--"):
@@ -265,11 +267,11 @@ def engine_arguments(words: Iterable[str], own: Iterable[str] = ()) -> dict[str,
         flag, equals, value = word.partition("=")
         _check_engine_option(flag, own)
         name = flag.removeprefix("--").replace("-", "_")
-        if name in found:
+        if name in by_name:
             raise ConfigurationError(f"{flag} is given twice; give it once.")
-        values = found[name] = [value] if equals else []
+        values = by_name[name] = [value] if equals else []
     arguments: dict[str, Any] = {}
-    for name, texts in found.items():
+    for name, texts in by_name.items():
         if not texts:
             arguments[name.removeprefix("no_")] = not name.startswith("no_")
         else:
@@ -294,10 +296,10 @@ def _check_engine_option(flag: str, own: Iterable[str]) -> None:
             f"{flag} on a command line can be read by every user of this machine. "
             f"{advice}"
         )
-    meant = nearest(dashed, own, cutoff=TYPO_CUTOFF)
-    # An option of the server may be a prefix of one of the command's.
-    if meant is not None and not meant.startswith(dashed + "-"):
-        raise ConfigurationError(f"{flag} is not an option; did you mean {meant}?")
+    guess = nearest(dashed, own, cutoff=TYPO_CUTOFF)
+    # An option of the server may be a prefix of a command's option.
+    if guess is not None and not guess.startswith(dashed + "-"):
+        raise ConfigurationError(f"{flag} is not an option; did you mean {guess}?")
 
 
 def _value(text: str) -> Any:
@@ -307,7 +309,7 @@ def _value(text: str) -> Any:
         value = json.loads(text)
     except ValueError:
         return text
-    # A version such as 1.10 stays text: as a number it would be another one.
+    # A version such as 1.10 stays text: as a number it would change.
     exact = isinstance(value, (int, float)) and repr(value) == text
     return value if exact or isinstance(value, dict) else text
 

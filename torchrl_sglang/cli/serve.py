@@ -129,7 +129,7 @@ def wait(engine: AsyncSGLang) -> NoReturn:
     """Waits for an interrupt; raises when all servers are lost."""
     while True:
         time.sleep(POLL_SECONDS)
-        # One whose restart failed was stopped.
+        # A server whose restart failed was stopped.
         ended = ("dead", "stopped")
         if any(server.state not in ended for server in engine.servers):
             continue

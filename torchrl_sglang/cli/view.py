@@ -1,4 +1,4 @@
-"""``view``: shows what a run recorded, in a browser or as one HTML file."""
+"""``view``: shows a recorded run, in a browser or as one HTML file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ examples:
   %(prog)s runs/before runs/after"""
 
 MOST_RUNS = 2
-"""Runs that a page shows beside each other."""
+"""Most runs on a page."""
 
 
 def add_command(commands: Any) -> Parser:
@@ -68,8 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         from torchrl_sglang.viewer.page import self_contained
 
-        for each in recordings:
-            each.refresh()
+        for recording in recordings:
+            recording.refresh()
         write(
             arguments.output.expanduser(), self_contained(recordings, now=time.time())
         )
@@ -77,14 +77,14 @@ def run(arguments: argparse.Namespace) -> int:
     from torchrl_sglang.viewer.library import library
     from torchrl_sglang.viewer.serve import Viewer, serve
 
-    # Found missing now, and not by the browser.
+    # A missing library is reported now, not in the browser.
     library()
 
     def ready(url: str) -> None:
         print(url, flush=True)
         print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
         if not arguments.no_browser:
-            # One that shows pages in this terminal returns when it is closed.
+            # A browser in this terminal returns when it is closed.
             threading.Thread(target=_open, args=(url,), daemon=True).start()
 
     try:

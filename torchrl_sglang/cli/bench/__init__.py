@@ -1,9 +1,9 @@
-"""``bench``: measures an engine beside what it is to be compared with.
+"""``bench``: measures an engine beside its reference.
 
 ``models.py`` starts the engine; ``generation.py``, ``collectors.py`` and
 ``transfer.py`` measure it, with the clock and the medians of ``timing.py``; this module
-decides on what, and prints the results. Our own scripts in ``benchmarks/`` measure with
-the same code, through ``measure.py``.
+selects the measurements, and prints the results. The scripts in ``benchmarks/`` use the
+same code, through ``measure.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ACTIONS = ("throughput", "latency", "overhead", "collectors", "weights")
 MODELS = {**dict.fromkeys(ACTIONS, "tiny"), "weights": "35m"}
-"""Models by default: a link shows its bandwidth with a large model only."""
+"""Default models: only a large model shows the bandwidth of a link."""
 
 DESCRIPTION = f"""\
 Measures an engine, and in the same run what it is to be compared with.
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 def plan(
     actions: tuple[str, ...], model: str | None, *, connect: bool
 ) -> list[tuple[str | None, tuple[str, ...]]]:
-    """Returns which measurements are made on which model.
+    """Returns the measurements, and their model.
 
     Examples:
         >>> plan(("throughput", "latency", "weights"), None, connect=False)
@@ -162,7 +162,7 @@ def plan(
 def _spare_weights(
     actions: tuple[str, ...], urls: list[str], sends: set[str]
 ) -> tuple[str, ...]:
-    """Leaves out the measurements that send weights."""
+    """Removes the measurements that send weights."""
     if sends.isdisjoint(actions):
         return actions
     message = (
@@ -170,19 +170,19 @@ def _spare_weights(
         f"{' and '.join(map(hide_passwords, urls))} by random ones; give "
         f"--replace-weights if nobody needs them."
     )
-    left = tuple(action for action in actions if action not in sends)
-    if not left:
+    remaining = tuple(action for action in actions if action not in sends)
+    if not remaining:
         raise ConfigurationError(message)
     names = " and ".join(action for action in actions if action in sends)
     print(f"{names.capitalize()} are left out. {message}", file=sys.stderr)
-    return left
+    return remaining
 
 
 @contextlib.contextmanager
 def _open_engine(
     arguments: argparse.Namespace, model: str | None, actions: tuple[str, ...]
 ) -> Iterator[AsyncSGLang]:
-    """Connects to the server that was named, or starts one."""
+    """Connects to the given server, or starts one."""
     print("Loading ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.launch.gpus import default_device
@@ -196,7 +196,7 @@ def _open_engine(
         ) as engine:
             yield engine
         return
-    assert model is not None  # The plan names one.
+    assert model is not None  # The plan names a model.
     options = {"device": default_device(), **start_arguments(arguments)}
     if arguments.weight_loader is not None:
         options["weight_loader"] = arguments.weight_loader
@@ -279,26 +279,26 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
         f"log-probs, {_count(load['concurrency'], 'caller')}"
     )
     clients = {"raw": "raw client", "engine": "engine", "wrapper": "wrapper"}
-    if found := report["throughput"]:
+    if result := report["throughput"]:
         yield f"\nthroughput: {_count(load['prompts'], 'prompt')} of {kind}"
         for key, name in clients.items():
-            if key in found:
-                ratio = f"{found[key] / found['raw']:.3f} of the raw client"
-                yield f"  {name:10} {found[key]:10,.0f} tokens/s, {ratio}"
-    if found := report["latency"]:
-        yield f"\nlatency: {_count(found['requests'], 'request')} of {kind}"
+            if key in result:
+                ratio = f"{result[key] / result['raw']:.3f} of the raw client"
+                yield f"  {name:10} {result[key]:10,.0f} tokens/s, {ratio}"
+    if result := report["latency"]:
+        yield f"\nlatency: {_count(result['requests'], 'request')} of {kind}"
         yield f"  {'':10} {'p50':>10} {'p90':>10} {'p99':>10}   milliseconds"
         for key in ("raw", "engine"):
-            row = " ".join(f"{1e3 * value:10.2f}" for value in found[key].values())
+            row = " ".join(f"{1e3 * value:10.2f}" for value in result[key].values())
             yield f"  {clients[key]:10} {row}"
-    if found := report["overhead"]:
-        lengths = f"{found['shortest']} to {load['new_tokens']} new tokens, log-probs"
+    if result := report["overhead"]:
+        lengths = f"{result['shortest']} to {load['new_tokens']} new tokens, log-probs"
         yield f"\noverhead: {_count(load['prompts'], 'request')} of {lengths}"
-        yield from _compared(found["clients"])
-    if found := report["collectors"]:
-        yield from _arrived(found, load["new_tokens"])
-    if found := report["weights"]:
-        yield from _sent(found)
+        yield from _compared(result["clients"])
+    if result := report["collectors"]:
+        yield from _arrived(result, load["new_tokens"])
+    if result := report["weights"]:
+        yield from _sent(result)
 
 
 def _sent(found: dict[str, Any]) -> Iterator[str]:
@@ -330,12 +330,12 @@ def _arrived(found: dict[str, Any], longest: int) -> Iterator[str]:
 
 def _compared(clients: dict[str, dict[str, float]]) -> Iterator[str]:
     """Yields a line for each client."""
-    for name, each in clients.items():
-        ratio = f"{each['ratio']:.3f} of the best raw client"
-        speed = f"{each['tokens_per_second']:10,.0f} tokens/s, {ratio}"
-        spent = f"{each['processor_ms']:.3f} ms of processor time"
-        updates = each.get("updates")
-        about = f", {updates:.0f} updates, {each['stale']:.2f} stale" if updates else ""
+    for name, cost in clients.items():
+        ratio = f"{cost['ratio']:.3f} of the best raw client"
+        speed = f"{cost['tokens_per_second']:10,.0f} tokens/s, {ratio}"
+        spent = f"{cost['processor_ms']:.3f} ms of processor time"
+        updates = cost.get("updates")
+        about = f", {updates:.0f} updates, {cost['stale']:.2f} stale" if updates else ""
         yield f"  {name:12} {speed}, {spent}{about}"
 
 

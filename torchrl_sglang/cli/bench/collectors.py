@@ -2,7 +2,7 @@
 
 A round is a fixed set of groups, from its start until the last token is in the buffer.
 All clients generate the same numbers of tokens from the same prompts, in turns, so the
-ratio to a raw client is what a collector costs.
+ratio to a raw client is the cost of a collector.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ if TYPE_CHECKING:
     from torchrl_sglang.requests.request import GenerateRequest
 
 GROUP_SIZE = 8
-"""Responses to one prompt."""
+"""Responses to a prompt."""
 
 IN_FLIGHT = 256
-"""Fewest conversations that run at once, by default."""
+"""Default minimum of concurrent conversations."""
 
 MAX_STALENESS = 1
 
@@ -55,7 +55,7 @@ ROUND_SECONDS = 3600.0
 """Timeout of a round of a collector."""
 
 POLL_SECONDS = 0.01
-"""Interval between looks at the buffer."""
+"""Interval between checks of the buffer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,16 +63,16 @@ class Work:
     """Prompts and responses of a client's round."""
 
     queries: list[str]
-    """Message of the user to each group."""
+    """User's message for each group."""
     requests: generation.Requests
-    """Prompt and length of each response, a group's one after the other."""
+    """Prompt and length of each response, group by group."""
 
 
 Client = Callable[[Work], Awaitable[Cost]]
 
 
 class OwnLengths:
-    """An engine that gives each response a length of its own, in turn."""
+    """An engine that generates responses of given lengths, in turn."""
 
     def __init__(self, engine: AsyncSGLang, lengths: Sequence[int]) -> None:
         self._engine = engine
@@ -87,8 +87,8 @@ class OwnLengths:
         """Generates with other sampling parameters."""
         params = [generation.exact_length(next(self._lengths)) for _ in requests]
         changed = [
-            replace(request, sampling_params=own)
-            for request, own in zip(requests, params, strict=True)
+            replace(request, sampling_params=sampling)
+            for request, sampling in zip(requests, params, strict=True)
         ]
         return await self._engine.agenerate_requests(changed, **options)
 
@@ -102,12 +102,12 @@ class Reward(Transform):  # type: ignore[misc] # TorchRL has no types.
 
 
 async def reward(conversation: Any, task: Any) -> float:
-    """Does the same for plain functions."""
+    """Rewards the same for environments as for plain functions."""
     return 1.0
 
 
 def make_env(tokenizer: Any) -> EnvBase:
-    """Returns an environment of one conversation of one turn, with a reward."""
+    """Returns an environment of a single-turn conversation, with a reward."""
     env = ChatEnv(batch_size=(1,), tokenizer=tokenizer)
     # Each call makes another environment.
     return env.append_transform(StepCounter(max_steps=1)).append_transform(Reward())
@@ -122,23 +122,23 @@ def measure_collectors(
     update_every: float | None = None,
     pause_mode: PauseMode = "continue",
 ) -> dict[str, Any]:
-    """Returns how many tokens per second arrive in a buffer, and the ratio to raw ones.
+    """Returns the tokens per second that arrive in a buffer, and ratios to raw clients.
 
-    ``clients``, on responses whose lengths are :func:`.long_tailed`: raw clients with
-    one HTTP request for each prompt (``raw_each``) or for all (``raw``), and
+    ``clients``, on responses with lengths of :func:`.long_tailed`: raw clients with one
+    HTTP request for each prompt (``raw_each``) or for all (``raw``), and
     :class:`~torchrl_sglang.AsyncLLMCollector` with plain ``functions``, the same with a
     :class:`.RunRecorder` (``recorded``), or a factory of ``environments``
-    (``ChatEnv``). ``equal``, on responses of the same length: raw
-    clients, and :class:`~torchrl_sglang.SGLangLLMCollector` with ``ChatEnv``. After its
-    first round only the best raw client goes on. With ``update_every``, in seconds,
-    weights are updated in this mode while the collectors collect, and ``equal`` is left
-    out. ``in_flight`` conversations run at once; by default as many as the servers'
-    ``max_running_requests`` says, like the raw clients', and 256 where it is less.
+    (``ChatEnv``). ``equal``, on responses of equal length: raw clients, and
+    :class:`~torchrl_sglang.SGLangLLMCollector` with ``ChatEnv``. After its first round
+    only the best raw client continues. With ``update_every``, in seconds, weights are
+    updated in this mode during collection, and ``equal`` is omitted. ``in_flight``
+    conversations run at once; by default the servers' ``max_running_requests``, as for
+    the raw clients, and at least 256.
     """
     in_flight = in_flight or default_in_flight(engine)
     load = replace(load, prompts=_whole_groups(load.prompts))
     lengths = generation.long_tailed(load)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "turns": len(lengths),
         "tokens": sum(lengths),
         "shortest": min(lengths),
@@ -146,27 +146,27 @@ def measure_collectors(
         "update_every": update_every,
         "pause_mode": pause_mode,
     }
-    # As GRPO does, and as the reference recommends to others.
+    # As GRPO does, and as the reference recommends.
     with set_list_to_stack(True), old_objects_frozen():
         bench = _Bench(engine, load, api_key, pause_mode)
         try:
             clients = bench.async_clients(in_flight, update_every)
-            found["clients"] = asyncio.run(bench.run(clients, lengths))
+            report["clients"] = asyncio.run(bench.run(clients, lengths))
             if update_every is None:
                 size = min(len(lengths), _whole_groups(in_flight))
                 length = round(statistics.mean(lengths))
                 equal = bench.run(bench.sync_clients(size, length), [length] * size)
-                found["equal"] = {"turns": size, "length": length}
-                found["equal"]["clients"] = asyncio.run(equal)
+                report["equal"] = {"turns": size, "length": length}
+                report["equal"]["clients"] = asyncio.run(equal)
         finally:
             bench.close()
-    return found
+    return report
 
 
 def default_in_flight(engine: AsyncSGLang) -> int:
-    """Returns how many conversations keep servers as busy as raw clients do."""
-    most = engine.capabilities.server_args.get("max_running_requests") or 0
-    return max(int(most) * len(engine.control.urls), IN_FLIGHT)
+    """Returns the number of conversations for servers as busy as with raw clients."""
+    per_server = engine.capabilities.server_args.get("max_running_requests") or 0
+    return max(int(per_server) * len(engine.control.urls), IN_FLIGHT)
 
 
 def _whole_groups(number: int) -> int:
@@ -193,14 +193,14 @@ class _Bench:
         generation.check_length(engine, load)
 
     def close(self) -> None:
-        """Frees what weights were sent with."""
+        """Shuts down the weight-sync scheme."""
         if self._scheme is not None:
             self._scheme.shutdown()
 
     async def run(
         self, clients: dict[str, Client], lengths: Sequence[int]
     ) -> dict[str, dict[str, float]]:
-        """Runs all clients in turns; returns the medians of the rounds that count."""
+        """Runs all clients in turns; returns the medians of the measured rounds."""
         costs: dict[str, list[Cost]] = {}
         async with generation.raw_clients(self._engine, self._api_key) as raw:
             names = generation.raw_names(self._engine)
@@ -254,14 +254,14 @@ class _Bench:
 
         def collect(work: Work) -> Cost:
             policy = SGLangWrapper(self._engine)
-            own: Any = OwnLengths(self._engine, [size for _, size in work.requests])
-            policy.model = own
+            engine: Any = OwnLengths(self._engine, [size for _, size in work.requests])
+            policy.model = engine
             turns = len(work.requests)
             buffer = _make_buffer(turns)
             way: dict[str, Any] = {"rewards": reward}
             if environments:
                 make = partial(make_env, self._engine.get_tokenizer())
-                # A run makes them once, outside of its rounds.
+                # Made once per run, outside of its rounds.
                 envs = [make() for _ in range(min(in_flight, turns) + 1)]
                 way = {"env": lambda: envs.pop() if envs else make()}
             with ExitStack() as stack:
@@ -278,7 +278,7 @@ class _Bench:
                     groups_per_batch=len(work.queries),
                     total_groups=len(work.queries),
                     max_staleness=MAX_STALENESS,
-                    # Everything arrives, however often weights are updated.
+                    # Everything arrives, despite weight updates.
                     on_stale="mask",
                     max_in_flight=in_flight,
                     replay_buffer=buffer,
@@ -302,7 +302,7 @@ class _Bench:
         return generation.in_thread(collect)
 
     def _make_work(self, lengths: Sequence[int]) -> Work:
-        """Returns new prompts, so that no client finds a cached prefix."""
+        """Returns new prompts, so that no client hits a cached prefix."""
         queries = [self._make_query() for _ in range(len(lengths) // GROUP_SIZE)]
         prompts = [
             self._codec.encode([{"role": "user", "content": query}]).token_ids
@@ -318,16 +318,16 @@ class _Bench:
 
     def _make_query(self) -> str:
         tokenizer = self._engine.get_tokenizer()
-        last = min(len(tokenizer), self._engine.capabilities.vocab_size) - 1
+        largest = min(len(tokenizer), self._engine.capabilities.vocab_size) - 1
         ids = [
-            self._source.randint(generation.FIRST_TOKEN, last)
+            self._source.randint(generation.FIRST_TOKEN, largest)
             for _ in range(self._load.prompt_tokens)
         ]
         text: str = tokenizer.decode(ids, skip_special_tokens=True)
         return text
 
     def _get_scheme(self) -> SGLangWeightSyncScheme:
-        """Returns what sends a module of the served shapes with random weights."""
+        """Returns a scheme that sends random weights of the served shapes."""
         if self._scheme is None:
             from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -353,7 +353,7 @@ def _fill(
 ) -> None:
     """Updates weights until a buffer has all turns."""
     start = time.monotonic()
-    due = start + (update_every or math.inf)
+    next_update = start + (update_every or math.inf)
     while len(buffer) < turns:
         if not collector.is_running():
             # Raises the error that ended it.
@@ -362,9 +362,9 @@ def _fill(
             raise CollectionTimeoutError(
                 f"{len(buffer)} of {turns} turns arrived within {ROUND_SECONDS:g} s."
             )
-        if update_every is not None and time.monotonic() > due:
+        if update_every is not None and time.monotonic() > next_update:
             collector.update_policy_weights_()
-            due = max(due + update_every, time.monotonic())
+            next_update = max(next_update + update_every, time.monotonic())
         time.sleep(POLL_SECONDS)
 
 

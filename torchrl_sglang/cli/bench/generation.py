@@ -1,8 +1,8 @@
 """Throughput, latency and overhead of an engine, and of raw clients in the same run.
 
-Raw clients are the fastest uses of SGLang's HTTP interface, and make nothing of the
-responses. All clients do the same work on the same server, in turns, so the ratio is
-what the engine costs.
+Raw clients are the fastest uses of SGLang's HTTP interface, and discard the responses.
+All clients do the same work on the same server, in turns, so the ratio is the cost of
+the engine.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ FIRST_TOKEN = 5
 """Smaller ids are special in the built-in models."""
 
 TAIL = 64
-"""The longest response of :func:`long_tailed` over the shortest."""
+"""Ratio of the longest to the shortest response of :func:`long_tailed`."""
 
 BATCHES = 4
-"""Synchronous batches that :func:`measure_overhead` divides a round into."""
+"""Number of synchronous batches in a round of :func:`measure_overhead`."""
 
 S = TypeVar("S")
 T = TypeVar("T")
 Requests = list[tuple[list[int], int]]
-"""Prompts, and how many tokens each response has."""
+"""Prompts, and the number of tokens of each response."""
 Client = Callable[[Requests], Awaitable[int]]
-"""Generates for some requests, and returns how many tokens came."""
+"""Generates for some requests, and returns the number of tokens."""
 
 
 def measure_throughput(
@@ -61,23 +61,24 @@ def measure_throughput(
     """
     names = ("raw", "engine", *(["wrapper"] if wrapper else []))
     rounds = asyncio.run(_run_rounds(engine, load, names, _time_batches, api_key))
-    found = {name: speed(costs) for name, costs in rounds.items()}
-    found["ratio"] = found["engine"] / found["raw"]
+    speeds = {name: speed(costs) for name, costs in rounds.items()}
+    speeds["ratio"] = speeds["engine"] / speeds["raw"]
     if wrapper:
-        found["wrapper_ratio"] = found["wrapper"] / found["raw"]
-    return found
+        speeds["wrapper_ratio"] = speeds["wrapper"] / speeds["raw"]
+    return speeds
 
 
 def measure_overhead(
     engine: AsyncSGLang, load: Load, *, api_key: str | None = None
 ) -> dict[str, Any]:
-    """Returns what each way of generating costs on responses of different lengths.
+    """Returns the cost of each way of generation on responses of different lengths.
 
-    These are a raw client with one HTTP request for each prompt (``raw_each``) or for
-    all (``raw``), ``agenerate`` for each prompt (``each``) or for all (``engine``), and
-    synchronous batches (``batches``); lengths are :func:`long_tailed`. Of each client:
-    ``tokens_per_second``, its ``ratio`` to the best raw client, and ``processor_ms``,
-    this process's processor time for a request in milliseconds; medians of all rounds.
+    The ways are a raw client with one HTTP request for each prompt (``raw_each``) or
+    for all (``raw``), ``agenerate`` for each prompt (``each``) or for all (``engine``),
+    and synchronous batches (``batches``); lengths are :func:`long_tailed`. Of each
+    client: ``tokens_per_second``, its ``ratio`` to the best raw client, and
+    ``processor_ms``, this process's processor time for a request in milliseconds;
+    medians of all rounds.
     """
     names = [*raw_names(engine), "each", "engine", "batches"]
     lengths = long_tailed(load)
@@ -96,25 +97,25 @@ def measure_latency(
 ) -> dict[str, Any]:
     """Returns percentiles of single requests in seconds, for each client.
 
-    Each caller sends its next request when the previous one is answered. ``ratio`` is
-    the raw client's median as a share of the engine's.
+    Each caller sends its next request after the previous response. ``ratio`` is the raw
+    client's median as a share of the engine's.
     """
     rounds = asyncio.run(
         _run_rounds(engine, load, ("raw", "engine"), _time_requests, api_key)
     )
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         name: {f"p{percent}": percentile(values, percent) for percent in (50, 90, 99)}
         for name, values in rounds.items()
     }
-    found["requests"] = len(rounds["engine"])
-    found["ratio"] = found["raw"]["p50"] / found["engine"]["p50"]
-    return found
+    report["requests"] = len(rounds["engine"])
+    report["ratio"] = report["raw"]["p50"] / report["engine"]["p50"]
+    return report
 
 
 async def _time_batches(
     client: Client, requests: Requests, load: Load, _warmup: bool
 ) -> list[Cost]:
-    """Returns what all requests cost."""
+    """Returns the cost of all requests."""
     callers = min(load.concurrency, load.prompts)
     shares = [requests[first::callers] for first in range(callers)]
     clock = Clock()
@@ -147,33 +148,33 @@ async def _run_rounds(
     api_key: str | None,
     lengths: Sequence[int] | None = None,
 ) -> dict[str, list[T]]:
-    """Runs all clients in turns; returns the values of the rounds that count."""
+    """Runs all clients in turns; returns the values of the measured rounds."""
     check_length(engine, load)
     source = random.Random(0)
     async with raw_clients(engine, api_key) as raw:
         clients = {**raw, **_engine_clients(engine)}
         if "wrapper" in names:
             clients["wrapper"] = _wrapper_client(engine, load)
-        found: dict[str, list[T]] = {name: [] for name in names}
+        by_client: dict[str, list[T]] = {name: [] for name in names}
         for number, name in itertools.product(range(load.repeats + 1), names):
-            # New prompts every time, so that no client finds a cached prefix.
+            # New prompts every time, so that no client hits a cached prefix.
             prompts = make_prompts(engine, load, source)
             sizes = lengths or [load.new_tokens] * len(prompts)
             requests = list(zip(prompts, sizes, strict=True))
             values = await work(clients[name], requests, load, number == 0)
-            found[name] += values if number else []
-    return found
+            by_client[name] += values if number else []
+    return by_client
 
 
 def check_length(engine: AsyncSGLang, load: Load) -> None:
-    """Refuses prompts and responses that are longer than the model's context."""
-    most = engine.capabilities.max_context
-    if load.prompt_tokens + load.new_tokens > most or (
+    """Refuses prompts and responses beyond the model's context."""
+    context = engine.capabilities.max_context
+    if load.prompt_tokens + load.new_tokens > context or (
         load.prompt_tokens > engine.capabilities.max_prompt
     ):
         raise ConfigurationError(
             f"Prompts of {load.prompt_tokens} tokens and responses of "
-            f"{load.new_tokens} do not fit into the {most} tokens of the served "
+            f"{load.new_tokens} do not fit into the {context} tokens of the served "
             f"model's context; give less --prompt-tokens or --new-tokens."
         )
 
@@ -182,9 +183,9 @@ def make_prompts(
     engine: AsyncSGLang, load: Load, source: random.Random
 ) -> list[list[int]]:
     """Returns random prompts."""
-    last = engine.capabilities.vocab_size - 1
+    largest = engine.capabilities.vocab_size - 1
     return [
-        [source.randint(FIRST_TOKEN, last) for _ in range(load.prompt_tokens)]
+        [source.randint(FIRST_TOKEN, largest) for _ in range(load.prompt_tokens)]
         for _ in range(load.prompts)
     ]
 
@@ -206,7 +207,7 @@ def long_tailed(load: Load) -> list[int]:
 
 
 def raw_names(engine: AsyncSGLang) -> list[str]:
-    """Returns the raw clients of responses of different lengths."""
+    """Returns the raw clients for responses of different lengths."""
     # A router takes one set of parameters for a batch.
     direct = engine.server_url in engine.control.urls
     return ["raw_each", "raw"] if direct else ["raw_each"]
@@ -250,8 +251,8 @@ async def raw_clients(
             if len({length for _, length in share}) == 1:
                 params = params[0]
             calls.append(post([prompt for prompt, _ in share], params))
-        found = await asyncio.gather(*calls)
-        return sum(len(item["output_ids"]) for items in found for item in items)
+        batches = await asyncio.gather(*calls)
+        return sum(len(item["output_ids"]) for items in batches for item in items)
 
     async with aiohttp.ClientSession(
         headers=headers,
@@ -310,7 +311,7 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
 
 
 def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:
-    """Makes a coroutine of a function that blocks."""
+    """Returns a coroutine function that runs a blocking function in a thread."""
 
     async def client(work: S) -> T:
         return await asyncio.to_thread(function, work)
@@ -321,7 +322,7 @@ def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:
 def batch_collector(
     engine: AsyncSGLang, size: int, length: int
 ) -> Callable[[Sequence[str]], Any]:
-    """Returns a function of ``size`` queries that collects a batch of their turns.
+    """Returns a function that collects a batch of turns of ``size`` queries.
 
     It is an :class:`~torchrl_sglang.SGLangLLMCollector` with TorchRL's ``ChatEnv``.
     """

@@ -12,11 +12,11 @@ _HOME = {
     "timing": ("Clock", "median_seconds"),
     "transfer": ("random_weights",),
 }
-"""Modules beside this one, and the names that scripts use of each."""
+"""Modules beside this one, and their names for scripts."""
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a module when it is needed: some need hundreds of megabytes."""
+    """Imports a module on demand: some need hundreds of megabytes."""
     for module, names in _HOME.items():
         if name in names:
             return getattr(import_module(f"{__package__}.{module}"), name)

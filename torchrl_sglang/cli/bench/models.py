@@ -29,12 +29,12 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "3b": (2048, 11_008, 36, 151_936, 16, 2, True),
     "7b": (3584, 18_944, 28, 152_064, 28, 4, False),
 }
-"""Qwen2.5's values of these fields; the server makes up the weights."""
+"""Qwen2.5's values of these fields; the server generates the weights."""
 
 SMALL_MODELS: dict[str, dict[str, Any]] = {
-    # Head sizes that the kernels of a GPU support, too.
+    # Head sizes that GPU kernels support, too.
     "tiny": {"hidden_size": 128, "num_heads": 4, "num_kv_heads": 2},
-    # Parameters enough for a link to show its bandwidth.
+    # Enough parameters for the bandwidth of a link.
     "35m": {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "num_kv_heads": 4},
 }
 """Models with random weights."""
@@ -50,13 +50,13 @@ MIXTURE: dict[str, Any] = {
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
 }
-"""A third of the layers of Qwen3-30B-A3B; the server makes up the weights."""
+"""A third of the layers of Qwen3-30B-A3B; the server generates the weights."""
 
 BUILT_IN = (*SMALL_MODELS, *SHAPES, "moe")
 
 
 def option(default: int, text: str) -> Any:
-    """Declares a field that is an option of the command line, too."""
+    """Declares a field that is also an option of the command line."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Work of a client, and the time that it took."""
+    """Work of a client, and its time."""
 
     requests: int
     """Responses."""
@@ -21,9 +21,9 @@ class Cost:
     tokens: int = 0
     """Tokens that arrived."""
     updates: int = 0
-    """Weight updates meanwhile."""
+    """Weight updates during the work."""
     stale: float = 0.0
-    """Share of the tokens that are older than the bound, and masked."""
+    """Share of masked tokens, which are older than the bound."""
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Clock:
         self._start, self._spent = time.perf_counter(), time.process_time()
 
     def stop(self, requests: int, tokens: int = 0) -> Cost:
-        """Returns both since the start, for so many responses."""
+        """Returns both since the start, for this number of responses."""
         return Cost(
             requests=requests,
             seconds=time.perf_counter() - self._start,
@@ -49,22 +49,20 @@ def speed(costs: Sequence[Cost]) -> float:
 
 def summarize(costs: Mapping[str, Sequence[Cost]]) -> dict[str, dict[str, float]]:
     """Returns medians of all rounds, and ratios to the best raw client."""
-    best = max(speed(found) for name, found in costs.items() if name.startswith("raw"))
+    best = max(speed(rounds) for n, rounds in costs.items() if n.startswith("raw"))
     return {
         name: {
-            "tokens_per_second": speed(found),
-            "ratio": speed(found) / best,
+            "tokens_per_second": speed(r),
+            "ratio": speed(r) / best,
             "processor_ms": 1e3
-            * statistics.median(
-                cost.processor_seconds / cost.requests for cost in found
-            ),
+            * statistics.median(cost.processor_seconds / cost.requests for cost in r),
         }
-        for name, found in costs.items()
+        for name, r in costs.items()
     }
 
 
 def median_seconds(function: Callable[[], object], repeats: int) -> float:
-    """Returns the median duration of some calls; one before them does not count."""
+    """Returns the median duration of some calls, after a warm-up call."""
     seconds = []
     for _ in range(repeats + 1):
         clock = Clock()
@@ -74,7 +72,7 @@ def median_seconds(function: Callable[[], object], repeats: int) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that so many percent do not exceed."""
+    """Returns the smallest value that ``percent`` of the values do not exceed."""
     ordered = sorted(values)
     rank = -(-len(ordered) * percent // 100)
     return ordered[max(int(rank), 1) - 1]

@@ -1,7 +1,7 @@
 """Bandwidth of a weight update, and of the link in the same run.
 
-On CPU the limit is a plain gloo broadcast of as many bytes between two processes; on
-GPUs it is a copy from one to another, or within the one that trainer and server share.
+On CPU the limit is a plain gloo broadcast of equal size between two processes; on GPUs
+it is a copy between two of them, or within the GPU that trainer and server share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLE_SECONDS = 0.001
 """Interval between samples of free memory."""
 
 GLOO_SECONDS = 60.0
-"""Timeout for the two processes of the limit to meet, and for each broadcast."""
+"""Timeout for the rendezvous of the limit's two processes, and for each broadcast."""
 
 OTHER_RANK = """
 import datetime, sys, torch, torch.distributed as dist
@@ -60,10 +60,10 @@ def measure_weights(
 ) -> dict[str, Any]:
     """Replaces the served weights by random ones; returns median seconds.
 
-    ``limit`` is for as many bytes over the link and nothing else, ``send`` from the
-    first bucket to the last answer, ``update`` with pause, flush and resume;
-    ``extra_bytes`` is the most memory that the first update took on a GPU, of trainer
-    and server together. Servers with a traced loader use it; the model's own loader is
+    ``limit`` is the time of equal bytes over the bare link, ``send`` from the first
+    bucket to the last response, ``update`` with pause, flush and resume;
+    ``extra_bytes`` is the peak memory of the first update on a GPU, of trainer and
+    server together. Servers with a traced loader use it; the model's own loader is
     measured in the same run (``own_loader``).
     """
     on_cpu = engine.capabilities.args.device == "cpu"
@@ -82,10 +82,10 @@ def measure_weights(
         "bucket_bytes": bucket_bytes,
         "transport": transport,
     }
-    reports, taken = _updates(engine, weights, repeats, gpus, **options)
-    own = None
+    reports, memory = _updates(engine, weights, repeats, gpus, **options)
+    untraced = None
     if engine.capabilities.has_traced_loader:
-        own, _ = _updates(
+        untraced, _ = _updates(
             engine, weights, repeats, gpus, weight_loader="sglang", **options
         )
     weights.clear()
@@ -103,10 +103,11 @@ def measure_weights(
         "limit": limit,
         "send": send,
         "update": update,
-        "extra_bytes": max(taken, default=None),
+        "extra_bytes": max(memory, default=None),
         "ratio": limit / update,
         "gb_per_second": first.num_bytes / send / 1e9,
-        "own_loader": own and dict(zip(("send", "update"), _medians(own), strict=True)),
+        "own_loader": untraced
+        and dict(zip(("send", "update"), _medians(untraced), strict=True)),
     }
 
 
@@ -121,10 +122,10 @@ def _updates(
     scheme = SGLangWeightSyncScheme(engine, **options)
     try:
         sender = scheme.create_sender()
-        # The servers keep the memory that the first update takes.
-        with _watch_memory(gpus) as taken:
+        # The servers keep the memory of the first update.
+        with _watch_memory(gpus) as memory:
             sender.update_weights(weights)
-        return [sender.update_weights(weights) for _ in range(repeats)], taken
+        return [sender.update_weights(weights) for _ in range(repeats)], memory
     finally:
         scheme.shutdown()
 
@@ -145,8 +146,8 @@ def random_weights(engine: AsyncSGLang, device: str) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _watch_memory(gpus: int) -> Iterator[list[int]]:
-    """Samples how much memory the block takes on any GPU."""
-    taken: list[int] = []
+    """Samples the memory of the block on any GPU."""
+    memory: list[int] = []
     done = threading.Event()
 
     def free() -> list[int]:
@@ -154,16 +155,16 @@ def _watch_memory(gpus: int) -> Iterator[list[int]]:
 
     def watch() -> None:
         while not done.wait(SAMPLE_SECONDS):
-            taken.extend(a - b for a, b in zip(before, free(), strict=True))
+            memory.extend(a - b for a, b in zip(initial, free(), strict=True))
 
     if gpus:
-        # Memory that this process caches would hide what it takes.
+        # Memory that this process caches would hide the difference.
         torch.cuda.empty_cache()
-    before = free()
+    initial = free()
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield taken
+        yield memory
     finally:
         done.set()
         thread.join()

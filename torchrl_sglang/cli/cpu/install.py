@@ -10,14 +10,14 @@ the pinned packages of ``requirements.txt``, and is installed without dependenci
 Another version of SGLang shares these packages: its folder goes first on the server's
 ``PYTHONPATH``.
 
-``torch`` is shared with the trainer by hard links if the versions are the same: it is
+``torch`` is shared with the trainer by hard links if the versions are equal: it is
 stored once, and an upgrade in one environment leaves the other unchanged. Otherwise it
 is installed from pip's configured index, or from the wheel index whose URL is in
-``TORCHRL_SGLANG_TORCH_INDEX``, which is used for ``torch`` alone. A build for an
+``TORCHRL_SGLANG_TORCH_INDEX``, which is used only for ``torch``. A build for an
 accelerator runs on a CPU, too; it is several gigabytes larger.
 
-Each complete part has a stamp, a digest of everything that went into it. A second run
-compares the stamps, and makes an interrupted part again.
+Each complete part has a stamp, a digest of its inputs. A second run compares the
+stamps, and repeats an interrupted part.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SGLANG = f"sglang=={DEFAULT_VERSION}"
 TORCH_VERSION = "2.13.0"
 TORCHVISION = "torchvision==0.28.0"
 TRITON = "triton==3.7.1"
-"""A dependency of torch's builds for CUDA, and not of those for CPU."""
+"""A dependency of torch's builds for CUDA only."""
 
 TORCH_INDEX_VARIABLE = "TORCHRL_SGLANG_TORCH_INDEX"
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
@@ -53,14 +53,13 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 def install(
     prefix: Path, versions: Sequence[str] = (), *, with_torch: bool = True
 ) -> bool:
-    """Completes the engine environment; returns whether there was anything to do.
+    """Completes the engine environment; returns whether anything was missing.
 
     Args:
         prefix: folder of the environment.
-        versions: versions of SGLang to install beside the default one, out of
-            ``cpu.VERSIONS``.
-        with_torch: ``False`` leaves torch to a later call, when the trainer may have
-            one to share.
+        versions: further versions of SGLang, out of ``cpu.VERSIONS``.
+        with_torch: ``False`` leaves torch to a later call, when the trainer may have a
+            shareable one.
 
     Raises:
         ConfigurationError: if a version is unknown, or the folder is something else.
@@ -79,7 +78,7 @@ def install(
 
 
 def _complete(prefix: Path, versions: Sequence[str], with_torch: bool) -> bool:
-    """Makes the parts that are not complete."""
+    """Makes the incomplete parts."""
     packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
     make = functools.partial(_install_packages, prefix)
     parts = [(prefix / ".torchrl-sglang-packages", packages, make)]
@@ -110,7 +109,7 @@ def _install_packages(prefix: Path) -> None:
         )
     print(f"Installing {SGLANG} and what it imports ...", flush=True)
     venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
-    # The list is complete, and what SGLang itself requires is not wanted.
+    # The list is complete; SGLang's own requirements are not installed.
     arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)
     install_packages(_python(prefix), arguments)
 
@@ -129,48 +128,48 @@ def _install_torch(prefix: Path) -> None:
 
 
 def _share_torch(prefix: Path) -> bool:
-    """Links this Python's torch into the environment if the versions are the same."""
+    """Links this Python's torch into the environment if the versions are equal."""
     lines = REQUIREMENTS.read_text().splitlines()
     pinned = [line.partition("==")[0] for line in lines if "==" in line]
     distributions = installed_closure("torch", without=pinned)
     if distributions is None:
         return False
     torch = next(d for d in distributions if d.name == "torch")
-    # Builds differ after "+", as in "+cpu". An editable one has no files here.
-    same = torch.version.partition("+")[0] == TORCH_VERSION
-    if not same or "torch/__init__.py" not in map(str, torch.files or ()):
+    # Builds differ after "+", as in "+cpu". An editable build has no files here.
+    is_same = torch.version.partition("+")[0] == TORCH_VERSION
+    if not is_same or "torch/__init__.py" not in map(str, torch.files or ()):
         return False
     return link_distributions(distributions, _site_packages(prefix))
 
 
 def installed_closure(name: str, without: Collection[str]) -> list[Distribution] | None:
-    """Returns an installed distribution and all that it requires; None: incomplete.
+    """Returns an installed distribution and its requirements; None: incomplete.
 
-    ``without`` are names to leave out, with what only they require.
+    ``without`` are names to exclude, with their exclusive requirements.
     """
     # The package is not installed yet when the first part is made.
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     left_out = set(map(canonicalize_name, without))
-    found: dict[str, Distribution] = {}
-    # Names, each without an extra and with each extra that is required.
-    asked = {(canonicalize_name(name), "")}
-    waiting = list(asked)
+    distributions: dict[str, Distribution] = {}
+    # Names, each without an extra and with each required extra.
+    wanted_names = {(canonicalize_name(name), "")}
+    waiting = list(wanted_names)
     while waiting:
         current, extra = waiting.pop()
         try:
-            found[current] = importlib.metadata.distribution(current)
+            distributions[current] = importlib.metadata.distribution(current)
         except PackageNotFoundError:
             return None
-        for requirement in map(Requirement, found[current].requires or ()):
+        for requirement in map(Requirement, distributions[current].requires or ()):
             required, marker = canonicalize_name(requirement.name), requirement.marker
             applies = marker is None or marker.evaluate({"extra": extra})
             if applies and required not in left_out:
-                new = {(required, name) for name in ("", *requirement.extras)} - asked
-                asked |= new
+                new = {(required, n) for n in ("", *requirement.extras)} - wanted_names
+                wanted_names |= new
                 waiting += new
-    return list(found.values())
+    return list(distributions.values())
 
 
 def link_distributions(
@@ -179,7 +178,7 @@ def link_distributions(
     """Links distributions into another environment's folder of packages.
 
     Files of the same names are replaced. Bytecode and console scripts, which name their
-    interpreter, are left out. Returns False, with nothing changed, where hard links are
+    interpreter, are excluded. Returns False, with nothing changed, if hard links are
     not possible, as between two file systems.
     """
     # Beside the target, so that a move is a rename.

@@ -1,14 +1,14 @@
-"""Installs packages with uv, which pip installs where there is none.
+"""Installs packages with uv, which pip installs if necessary.
 
 It takes the arguments of ``pip install``, and ``--python PATH`` before them for another
-environment than that of the Python that runs it::
+environment than the running Python's::
 
     python -m torchrl_sglang.cli.cpu.packages --requirement requirements.txt
 
 uv ignores pip's configuration, which may name a machine's indexes, folders of packages,
 certificates and proxy; they are passed to uv as its own settings.
 
-This module needs the standard library only: it installs everything else.
+This module needs only the standard library: it installs everything else.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pathlib import Path
 from torchrl_sglang.errors import ConfigurationError
 
 UV = "uv==0.13.9"
-"""Requirement of the uv that is installed where there is none."""
+"""Requirement of uv, for its installation."""
 
 ERROR_TAIL_LINES = 20
 """Lines of an installer's output in an error."""
 
 PIP_SECTIONS = (":env:", "install", "global")
-"""The sections of pip's configuration that ``pip install`` reads, strongest first."""
+"""The sections of pip's configuration for ``pip install``, strongest first."""
 
 YES = [["1"], ["true"], ["yes"], ["on"]]
 """Values of a switch in pip's configuration."""
@@ -47,7 +47,7 @@ SAME_VALUES = {
     "default-timeout": ("UV_HTTP_TIMEOUT",),
     "timeout": ("UV_HTTP_TIMEOUT",),
 }
-"""Options of pip, and the variables with which uv does the same."""
+"""Options of pip -> equivalent variables of uv."""
 
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
@@ -98,30 +98,30 @@ def _check(words: str, python: str | Path, done: bool, output: str) -> None:
 
 
 def _certificates() -> dict[str, str]:
-    """Returns variables with which uv trusts the authorities that pip trusts."""
+    """Returns variables that make uv trust pip's authorities."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         if bundle := os.environ.get(name):
             return {"SSL_CERT_FILE": bundle}
     paths = ssl.get_default_verify_paths()
-    # pip trusts the machine's, and its own where the machine has none.
+    # pip trusts the machine's, or its own if the machine has none.
     if paths.cafile or (paths.capath and os.listdir(paths.capath)):
         return {"UV_SYSTEM_CERTS": "1"}
     return {}
 
 
 def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
-    """Returns variables with which uv finds packages where pip, so configured, does."""
+    """Returns variables that make uv find packages like pip with this configuration."""
     words = functools.partial(_words, pip_configuration)
     settings: dict[str, str] = {}
-    *first, last = [
+    *first, final = [
         *(words("index-url") or [default_index]),
         *words("extra-index-url"),
     ]
-    if last != default_index:
+    if final != default_index:
         # pip takes the best version of any index, and among equals the file with the
-        # most specific tags; uv that of the first index, which has to be pip's first.
+        # most specific tags; uv takes the first index's, which has to be pip's first.
         settings["UV_INDEX"] = " ".join(first)
-        settings["UV_DEFAULT_INDEX"] = last
+        settings["UV_DEFAULT_INDEX"] = final
         settings["UV_INDEX_STRATEGY"] = "unsafe-best-match"
     if words("find-links"):
         settings["UV_FIND_LINKS"] = ",".join(words("find-links"))

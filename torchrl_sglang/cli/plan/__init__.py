@@ -1,7 +1,8 @@
-"""``plan``: says how a run would fit on GPUs, and the command to run.
+"""``plan``: computes how a run fits on GPUs, and prints the command to run.
 
 ``shapes.py`` reads a model's configuration, ``memory.py`` has the formulas,
-``arrange.py`` chooses, and ``show.py`` says it. No weights and no GPU are needed.
+``arrange.py`` chooses an arrangement, and ``show.py`` formats it. No weights and no GPU
+are needed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torchrl_sglang.cli.options import Parser, positive_float, positive_int
 from torchrl_sglang.errors import ConfigurationError
 
 DEFAULT_MEMORY = 80.0
-"""GiB of a GPU where there is none to ask."""
+"""Default memory of a GPU in GiB, without a GPU here."""
 
 DESCRIPTION = """\
 Counts the memory of a GRPO run of MODEL on so many GPUs, trainer and servers, from the
@@ -102,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         reference=arguments.reference,
         checkpointing=not arguments.no_gradient_checkpointing,
     )
-    found = arrange(
+    result = arrange(
         shape,
         cluster,
         work,
@@ -111,20 +112,20 @@ def run(arguments: argparse.Namespace) -> int:
         place=arguments.place,
     )
     if arguments.json:
-        print(to_json(shape, cluster, work, found))
-    elif isinstance(found, Arrangement):
-        print(to_text(shape, found))
+        print(to_json(shape, cluster, work, result))
+    elif isinstance(result, Arrangement):
+        print(to_text(shape, result))
     else:
-        print(nothing_text(shape, cluster, work, found))
-    return 0 if isinstance(found, Arrangement) else 1
+        print(nothing_text(shape, cluster, work, result))
+    return 0 if isinstance(result, Arrangement) else 1
 
 
 def _memory_here() -> float:
     """Returns the GiB of this machine's smallest GPU."""
     import torch
 
-    found = [
+    sizes = [
         torch.cuda.get_device_properties(index).total_memory
         for index in range(torch.cuda.device_count())
     ]
-    return min(found) / 2**30 if found else DEFAULT_MEMORY
+    return min(sizes) / 2**30 if sizes else DEFAULT_MEMORY

@@ -1,4 +1,4 @@
-"""Chooses where trainer and servers run. Pure: it counts bytes and starts nothing."""
+"""Chooses the placement of trainer and servers by counting bytes."""
 
 from __future__ import annotations
 
@@ -20,31 +20,30 @@ from torchrl_sglang.cli.plan.memory import (
 from torchrl_sglang.cli.plan.shapes import Shape
 
 SERVER_SHARE = 0.85
-"""Share of a GPU of a server's own for weights and KV cache; SGLang's own choice is
-about this one."""
+"""Share of a server's own GPU for weights and KV cache, close to SGLang's choice."""
 
 LARGEST_COLOCATED_SHARE, SHARE_STEP = 0.6, 0.05
 """Share of a GPU of a server that sleeps while the trainer trains: ``GRPO``'s default,
 or less by steps of this size."""
 
 TOKENS_PER_PASS = (16_384, 8_192, 4_096)
-"""Sizes of a pass that are tried; larger ones are hardly faster."""
+"""Candidate sizes of a pass; larger ones are hardly faster."""
 
 FEWEST_SEQUENCES = 8
 """Longest sequences that a server's KV cache must hold at once: one group."""
 
 LARGEST_CLUSTER = 1024
-"""GPUs up to which it is said how many would do."""
+"""Largest cluster in suggestions, in GPUs."""
 
 Place = Literal["separate", "colocated"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """The GPUs that there are."""
+    """The available GPUs."""
 
     gpus: int
-    """All of them."""
+    """Number of GPUs."""
     per_node: int = 8
     """GPUs of a machine."""
     memory: float = 80 * GIB
@@ -63,10 +62,10 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arrangement:
-    """Where trainer and servers run, and the memory of both."""
+    """Placement of trainer and servers, and the memory of both."""
 
     place: Place
-    """Whether the servers have GPUs of their own."""
+    """Whether the servers have their own GPUs."""
     ranks: int
     """Trainer ranks, each with a GPU."""
     replicas: int
@@ -78,7 +77,7 @@ class Arrangement:
     tokens_per_pass: int
     """``max_tokens_per_pass``."""
     work: Workload
-    """What the run does."""
+    """The run."""
     cluster: Cluster
     """The GPUs."""
     trainer: TrainerMemory
@@ -93,18 +92,18 @@ class Arrangement:
 
     @property
     def margin(self) -> float:
-        """Bytes of a trainer's GPU that are left at its peak, beside the reserve."""
+        """Free bytes of a trainer's GPU at its peak, beside the reserve."""
         beside = 0.0
         usable = self.cluster.usable
         if self.place == "colocated":
             # A sleeping server keeps its runtime, and its weights beside an adapter.
-            kept = self.server.weights if self.work.lora is not None else 0.0
-            beside = RUNTIME + kept
+            remaining = self.server.weights if self.work.lora is not None else 0.0
+            beside = RUNTIME + remaining
         return usable - beside - self.trainer.peak
 
     @property
     def unused(self) -> int:
-        """GPUs that have nothing to do."""
+        """Idle GPUs."""
         servers = self.replicas * self.tp_size
         busy = max(self.ranks, servers) if self.place == "colocated" else None
         return self.cluster.gpus - (self.ranks + servers if busy is None else busy)
@@ -117,12 +116,12 @@ class Arrangement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NothingFits:
-    """Why there is no arrangement, and what would do."""
+    """Reasons why there is no arrangement, and alternatives."""
 
     reasons: tuple[str, ...]
-    """What is too large, in sentences."""
+    """Reasons, in sentences."""
     remedies: tuple[str, ...]
-    """What would fit, in sentences."""
+    """Alternatives, in sentences."""
 
 
 def arrange(
@@ -134,23 +133,23 @@ def arrange(
     tp_size: int | None = None,
     place: Place | None = None,
 ) -> Arrangement | NothingFits:
-    """Returns the arrangement to begin with, or why there is none.
+    """Returns the best arrangement, or why there is none.
 
-    Servers with GPUs of their own come first, as they generate while the trainer
-    trains; else they share the trainer's. A server has the fewest GPUs with which all
-    servers together hold a batch of the longest responses, as more servers of fewer
-    GPUs generate more; or else as many as hold the most of them.
+    Servers with their own GPUs come first, as they generate while the trainer trains;
+    else they share the trainer's. A server has the fewest GPUs with which all servers
+    together hold a batch of the longest responses, as more servers of fewer GPUs
+    generate more; or else the number that holds the most of them.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         cluster: the GPUs.
-        work: what the run does.
+        work: the run.
         tokens: ``max_tokens_per_pass``. Defaults to the largest that fits.
         tp_size: GPUs of a server. Defaults to the fewest that fit.
-        place: the only one to try. Defaults to both.
+        place: the only placement to try. Defaults to both.
     """
-    for each in _candidates(shape, cluster, work, tokens, tp_size, place):
-        return each
+    for option in _candidates(shape, cluster, work, tokens, tp_size, place):
+        return option
     if (wish := _impossible(shape, cluster, tp_size, place)) is not None:
         return wish
     return NothingFits(
@@ -167,35 +166,35 @@ def _candidates(
     tp_size: int | None,
     place: Place | None,
 ) -> Iterator[Arrangement]:
-    """Yields arrangements that fit, the best first."""
+    """Yields fitting arrangements, the best first."""
     sizes = (tokens,) if tokens else TOKENS_PER_PASS
     if place != "colocated":
         for ranks in _rank_numbers(cluster, work, sizes[0]):
             for size in sizes:
-                found = _separate(shape, cluster, work, ranks, size, tp_size)
-                if found is not None:
-                    yield found
+                option = _separate(shape, cluster, work, ranks, size, tp_size)
+                if option is not None:
+                    yield option
     if place != "separate" and cluster.nodes == 1:
         for size in sizes:
-            found = _colocated(shape, cluster, work, size, tp_size)
-            if found is not None:
-                yield found
+            option = _colocated(shape, cluster, work, size, tp_size)
+            if option is not None:
+                yield option
 
 
 def _rank_numbers(cluster: Cluster, work: Workload, tokens: int) -> list[int]:
     """Returns numbers of trainer ranks, the best first.
 
-    Half of the GPUs, as both sides took about the same time where it was measured; but
-    no more than have a full pass of each batch. Then more, for their memory, then
-    fewer. On several machines, trainer and servers have whole ones.
+    Half of the GPUs, as both sides took about the same time in measurements; but no
+    more than have a full pass of each batch. Then more, for their memory, then fewer.
+    On several machines, trainer and servers have whole ones.
     """
     unit = cluster.per_node if cluster.nodes > 1 else 1
     powers = [unit * 2**n for n in range(11) if unit * 2**n < cluster.gpus]
     busy = work.responses * work.sequence // tokens
-    wanted = max(min(cluster.gpus // 2, busy, work.responses), 1)
-    powers = [each for each in powers if each <= work.responses]
-    lower = [each for each in powers if each <= wanted]
-    higher = [each for each in powers if each > wanted]
+    target = max(min(cluster.gpus // 2, busy, work.responses), 1)
+    powers = [n for n in powers if n <= work.responses]
+    lower = [n for n in powers if n <= target]
+    higher = [n for n in powers if n > target]
     return [*lower[-1:], *higher, *lower[-2::-1]]
 
 
@@ -207,20 +206,20 @@ def _separate(
     tokens: int,
     tp: int | None,
 ) -> Arrangement | None:
-    """Returns the arrangement with servers on GPUs of their own, if it fits."""
+    """Returns the arrangement with servers on their own GPUs, if it fits."""
     trainer = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
     if trainer.peak > cluster.usable:
         return None
-    left = cluster.gpus - ranks
+    free = cluster.gpus - ranks
     fitting = []
-    for size in _tp_sizes(shape, min(left, cluster.per_node), tp):
+    for size in _tp_sizes(shape, min(free, cluster.per_node), tp):
         server = server_memory(
             shape, tp_size=size, memory=cluster.memory, share=SERVER_SHARE
         )
         if _holds_a_group(server, work):
-            # A server's GPUs are of one machine.
-            nodes, rest = divmod(left, cluster.per_node)
-            replicas = nodes * (cluster.per_node // size) + rest // size
+            # A server's GPUs are on one machine.
+            nodes, extra = divmod(free, cluster.per_node)
+            replicas = nodes * (cluster.per_node // size) + extra // size
             fitting.append(
                 Arrangement(
                     place="separate",
@@ -239,10 +238,10 @@ def _separate(
 
 
 def _roomy(fitting: Sequence[Arrangement]) -> Arrangement | None:
-    """Returns the first arrangement that holds a batch, or else the most responses."""
-    for each in fitting:
-        if each.sequences >= each.work.responses:
-            return each
+    """Returns the first arrangement that holds a batch, or else the largest."""
+    for option in fitting:
+        if option.sequences >= option.work.responses:
+            return option
     return max(fitting, key=lambda each: each.sequences, default=None)
 
 
@@ -284,12 +283,11 @@ def colocated_share(
 ) -> float:
     """Returns the share of a GPU for a server beside a trainer; 0 if there is none.
 
-    Three moments must fit. While it trains, the server sleeps: nothing is left of
-    it, or its weights where an adapter is trained. When it has been woken, weights and
-    optimizer of the trainer stay. When the trainer loads its model, the server is there
-    already.
+    Three moments must fit. During training, the server sleeps: it keeps nothing, or its
+    weights if an adapter is trained. After its wake-up, weights and optimizer of the
+    trainer remain. When the trainer loads its model, the server is already running.
     """
-    # A sleeping server has a runtime of its own, too.
+    # A sleeping server has its own runtime, too.
     usable = cluster.usable - RUNTIME
     asleep = HALF * shape.parameters / tp_size if work.lora is not None else 0.0
     if asleep + trainer.peaks["training"] > usable:
@@ -302,9 +300,9 @@ def colocated_share(
 
 
 def _tp_sizes(shape: Shape, most: int, given: int | None) -> list[int]:
-    """Returns numbers of GPUs that a server can have, the smallest first."""
+    """Returns possible numbers of GPUs of a server, the smallest first."""
     sizes = [given] if given else [2**n for n in range(11)]
-    return [each for each in sizes if each <= most and shape.heads % each == 0]
+    return [n for n in sizes if n <= most and shape.heads % n == 0]
 
 
 def _holds_a_group(server: ServerMemory, work: Workload) -> bool:
@@ -314,7 +312,7 @@ def _holds_a_group(server: ServerMemory, work: Workload) -> bool:
 def _impossible(
     shape: Shape, cluster: Cluster, tp_size: int | None, place: Place | None
 ) -> NothingFits | None:
-    """Says which wish no memory would fulfil."""
+    """Returns why a wish is impossible with any memory."""
     if tp_size is not None and shape.heads % tp_size:
         return NothingFits(
             reasons=(f"tp_size={tp_size} does not divide {shape.heads} heads.",),
@@ -338,10 +336,10 @@ def _impossible(
 
 
 def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:
-    """Says what is too large for these GPUs, however they are arranged."""
+    """Returns the excessive sizes for these GPUs, in any arrangement."""
     usable = cluster.usable / GIB
-    most = min(cluster.gpus, work.responses)
-    trainer = trainer_memory(shape, work, ranks=most, tokens=TOKENS_PER_PASS[-1])
+    ranks = min(cluster.gpus, work.responses)
+    trainer = trainer_memory(shape, work, ranks=ranks, tokens=TOKENS_PER_PASS[-1])
     reasons = []
     if work.responses < cluster.gpus:
         reasons.append(
@@ -351,7 +349,7 @@ def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:
     for phase, size in trainer.peaks.items():
         if size > cluster.usable:
             reasons.append(
-                f"The trainer needs {size / GIB:.1f} GiB of each of {most} GPUs for "
+                f"The trainer needs {size / GIB:.1f} GiB of each of {ranks} GPUs for "
                 f"{phase}, and {usable:.1f} GiB can be used."
             )
     size = max(_tp_sizes(shape, min(cluster.gpus, cluster.per_node), None), default=1)
@@ -373,23 +371,23 @@ def _where(found: Arrangement) -> str:
 
 
 def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
-    """Says what would fit, the smallest change first."""
+    """Yields alternatives that fit, the smallest change first."""
     if work.lora is None:
         adapter = replace(work, lora=16, reference=False)
         for _ in _candidates(shape, cluster, adapter, None, None, None):
             yield "An adapter of rank 16 (--lora 16) fits these GPUs."
             break
     shorter = replace(work, sequence=work.sequence // 2)
-    for found in _candidates(shape, cluster, shorter, None, None, None):
-        yield f"Sequences of {found.work.sequence} tokens fit these GPUs."
+    for option in _candidates(shape, cluster, shorter, None, None, None):
+        yield f"Sequences of {option.work.sequence} tokens fit these GPUs."
         break
     wider = replace(work, groups_per_batch=-(-cluster.gpus // work.group_size))
     if work.responses < cluster.gpus:
         # A rank of the trainer has at least one response of each batch.
-        for found in _candidates(shape, cluster, wider, None, None, None):
+        for option in _candidates(shape, cluster, wider, None, None, None):
             yield (
                 f"Batches of {wider.responses} responses (--groups-per-batch "
-                f"{wider.groups_per_batch}) fit these GPUs, as up to {found.ranks} of "
+                f"{wider.groups_per_batch}) fit these GPUs, as up to {option.ranks} of "
                 f"them share the trainer's memory."
             )
             return
@@ -397,10 +395,10 @@ def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
     while gpus < LARGEST_CLUSTER:
         gpus *= 2
         larger = replace(cluster, gpus=gpus)
-        for found in _candidates(shape, larger, work, None, None, None):
+        for option in _candidates(shape, larger, work, None, None, None):
             yield (
-                f"{gpus} GPUs of this kind would do: {found.ranks} for the trainer and "
-                f"{found.replicas * found.tp_size} for servers, {_where(found)}."
+                f"{gpus} GPUs of this kind would do: {option.ranks} for the trainer "
+                f"and {option.replicas * option.tp_size} for servers, {_where(option)}."
             )
             return
     yield (

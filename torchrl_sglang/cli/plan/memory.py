@@ -1,6 +1,6 @@
-"""Memory of a run, by formula: bytes of a GPU, from sizes and counts. Pure.
+"""Memory of a run, by formula: bytes of a GPU, from sizes and counts.
 
-Each formula says where it is from. ``B`` is bytes; a value of bfloat16 has 2, one of
+Each formula names its source. ``B`` is bytes; a value of bfloat16 has 2, a value of
 float32 has 4.
 """
 
@@ -18,31 +18,30 @@ HALF, FULL = 2, 4
 """Bytes of a value of bfloat16, and of float32."""
 
 ADAMW_STATE = 2 * FULL
-"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type. A step
-of the fused one has nothing else."""
+"""Bytes of a parameter's two moments (``torch.optim.AdamW``), in its own type. A fused
+step needs nothing else."""
 
 LOGIT_BYTES = {True: 10, False: 6}
 """Bytes of a logit at the begin of the backward pass, with and without autocast.
-
-``F.cross_entropy`` of bfloat16 logits keeps their log-softmax (2). With autocast, the
-loss of these is in float32: a copy (4), and its gradient (4). Without, there are the
-gradients of the loss and of the log-softmax (2 each). Measured with autocast: 18.7 GB
-for 8,448 tokens of 0.5B shapes, ``benchmarks/loss.py``; the formula says 18.5."""
+``F.cross_entropy`` of bfloat16 logits keeps their log-softmax (2). With autocast, its
+loss is in float32: a copy (4), and its gradient (4). Without, there are the gradients
+of the loss and of the log-softmax (2 each). Measured with autocast: 18.7 GB for 8,448
+tokens of 0.5B shapes, ``benchmarks/loss.py``; the formula gives 18.5."""
 
 PACKED_LOGIT_BYTES = HALF
-"""Bytes of a logit where responses are packed, whose gradient takes its place."""
+"""Bytes of a logit of packed responses, whose gradient replaces it."""
 
 RUNTIME = 2 * GIB
-"""What is none of the tensors: CUDA's context, kernels, NCCL's buffers. A sleeping
-server, which has little else, held 1.9 GB on an H200."""
+"""Memory besides tensors: CUDA's context, kernels, NCCL's buffers. A sleeping server,
+which has little else, held 1.9 GB on an H200."""
 
 SLACK = 0.05
-"""Share of a GPU that is left free: allocators round up, and blocks are fragmented."""
+"""Free share of a GPU: allocators round up, and blocks are fragmented."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What a run does, as far as memory follows from it."""
+    """Memory-related parameters of a run."""
 
     sequence: int = 2048
     """Tokens of the longest prompt with its response."""
@@ -51,15 +50,15 @@ class Workload:
     groups_per_batch: int = 16
     """Prompts of a batch."""
     lora: int | None = None
-    """Rank of the adapter that is trained alone; ``None``: all weights are."""
+    """Rank of the trained adapter; ``None``: all weights are trained."""
     reference: bool = False
     """Whether the loss has a divergence from the model before training."""
     checkpointing: bool = True
-    """Whether activations are computed again in the backward pass."""
+    """Whether the backward pass recomputes activations."""
 
     packed: bool = True
-    """Whether responses go through the model in one row without padding, as they do
-    where the model allows it."""
+    """Whether responses go through the model in one row without padding, if the model
+    allows it."""
 
     @property
     def responses(self) -> int:
@@ -69,18 +68,18 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerMemory:
-    """Bytes of a trainer's GPU: what is there all the time, and what comes and goes."""
+    """Bytes of a trainer's GPU: permanent and temporary tensors."""
 
     kept: Mapping[str, float]
-    """Tensors that are there during the whole run."""
+    """Permanent tensors of the run."""
     training: Mapping[str, float]
-    """Tensors of a forward and backward pass, beside those."""
+    """Additional tensors of a forward and backward pass."""
     stepping: Mapping[str, float]
-    """Tensors of an optimizer step, beside those that are kept."""
+    """Additional tensors of an optimizer step."""
     updating: Mapping[str, float]
-    """Tensors of a weight update, likewise."""
+    """Additional tensors of a weight update."""
     loading: Mapping[str, float]
-    """Tensors while the model is loaded; nothing else is there yet."""
+    """Tensors while the model is loaded, before all others."""
 
     @property
     def standing(self) -> float:
@@ -92,8 +91,8 @@ class TrainerMemory:
         """Most bytes of tensors in each phase."""
         beside = {name: getattr(self, name) for name in ("training", "stepping")}
         beside["updating"] = self.updating
-        found = {k: self.standing + sum(v.values()) for k, v in beside.items()}
-        return {**found, "loading": sum(self.loading.values())}
+        totals = {k: self.standing + sum(v.values()) for k, v in beside.items()}
+        return {**totals, "loading": sum(self.loading.values())}
 
     @property
     def peak(self) -> float:
@@ -102,7 +101,7 @@ class TrainerMemory:
 
 
 def trained_parameters(shape: Shape, lora: int | None) -> int:
-    """Returns how many parameters are trained.
+    """Returns the number of trained parameters.
 
     An adapter of rank ``r`` has ``r (inputs + outputs)`` for each linear layer but the
     head (LoRA, https://arxiv.org/abs/2106.09685, section 4.1; PEFT's ``all-linear``).
@@ -120,33 +119,33 @@ def trainer_memory(
     reduces its gradient in float32.
 
     Args:
-        shape: of the model.
-        work: of the run.
-        ranks: of the trainer.
-        tokens: ``max_tokens_per_pass``. A longer response has a pass of its own.
+        shape: shape of the model.
+        work: the run.
+        ranks: number of trainer ranks.
+        tokens: ``max_tokens_per_pass``. A longer response has its own pass.
     """
     trained = trained_parameters(shape, work.lora)
     frozen = 0 if work.lora is None else shape.parameters
     tokens = max(tokens, work.sequence)
-    kept = {
+    permanent = {
         "weights": FULL * (trained + frozen) / ranks,
         "optimizer": ADAMW_STATE * trained / ranks,
     }
     if work.reference and work.lora is None:
         # An adapter's reference is the model without it.
-        kept["reference model"] = FULL * shape.parameters / ranks
+        permanent["reference model"] = FULL * shape.parameters / ranks
     gradients = {"gradients": FULL * trained / ranks}
     return TrainerMemory(
-        kept=kept,
+        kept=permanent,
         training={
             **gradients,
             **pass_memory(shape, work, autocast=ranks == 1, tokens=tokens),
         },
         stepping=gradients,
         updating={"buckets": update_memory(shape, work, ranks=ranks)},
-        # FSDP2 moves a group to the GPU, and keeps this rank's share of it.
+        # FSDP2 moves a group to the GPU, and keeps this rank's shard of it.
         loading={
-            "weights": kept["weights"],
+            "weights": permanent["weights"],
             "a group": FULL * largest_group(shape) if ranks > 1 else 0,
         },
     )
@@ -172,9 +171,9 @@ def pass_memory(
 ) -> dict[str, float]:
     """Returns the memory of a forward and backward pass, beside weights and gradients.
 
-    Two moments can be the largest: the loss, when logits and their gradient are there,
-    and the backward pass of a layer, when what checkpointing left out is there again,
-    and FSDP2 reduces gradients.
+    Two moments can be the largest: the loss, with logits and their gradient, and the
+    backward pass of a layer, with recomputed activations and FSDP2's reduction of
+    gradients.
     """
     one = layer_activations(shape, autocast=autocast) * tokens
     stream = FULL if autocast else HALF
@@ -199,7 +198,7 @@ def pass_memory(
 
 
 def layer_activations(shape: Shape, *, autocast: bool) -> float:
-    """Returns the bytes for a token that a layer keeps for its backward pass.
+    """Returns the bytes per token that a layer keeps for its backward pass.
 
     Of a decoder layer with RMSNorm, rotary embedding and a gated MLP (Llama,
     https://arxiv.org/abs/2302.13971), as transformers computes it, tensor by tensor:
@@ -211,7 +210,7 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
       (transformers' ``repeat_kv``), and its result, which the next linear layer keeps;
     - a norm of queries and keys (Qwen3) keeps these in float32, and its result;
     - the MLP keeps both parts, the activation of one, and their product;
-    - with experts, each chosen one has its copy of the input, and of the output.
+    - with experts, each chosen expert has its copy of the input, and of the output.
     """
     norms = 2 * (FULL + (FULL if autocast else HALF))
     inputs = HALF * (5 if autocast else 2)
@@ -224,10 +223,10 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
 def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
     """Returns the bytes of weights in bfloat16.
 
-    Autocast keeps the copy of each weight that has a gradient until it ends
-    (``torch.autocast``, ``cache_enabled``), here a whole minibatch, and makes others
-    when they are used. FSDP2 has the group outside of the layers gathered during the
-    whole pass and two layers, as it gathers the next one ahead; for as many it has the
+    Autocast keeps the copy of each weight with a gradient until it ends
+    (``torch.autocast``, ``cache_enabled``), here a whole minibatch, and makes others on
+    use. FSDP2 has the group outside of the layers gathered during the whole pass and
+    two layers, as it gathers the next layer ahead; for the same number it has the
     gradient in bfloat16 and in float32 in the backward pass
     (``torch.distributed.fsdp.fully_shard``).
     """
@@ -240,7 +239,7 @@ def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
 
 
 def gathered_parameters(shape: Shape) -> int:
-    """Returns the parameters that FSDP2 has gathered at a time."""
+    """Returns the number of parameters that FSDP2 has gathered at a time."""
     return shape.outside_layers + 2 * shape.largest_layer
 
 
@@ -253,15 +252,15 @@ def mask_memory(work: Workload, *, tokens: int) -> float:
 
 
 def update_memory(shape: Shape, work: Workload, *, ranks: int) -> float:
-    """Returns the bytes that a weight update has on the trainer's GPU.
+    """Returns the bytes of a weight update on the trainer's GPU.
 
-    One bucket in the served type and the next one, of at most the model; with FSDP2
+    One bucket in the served type and the next bucket, of at most the model; with FSDP2
     also the gathered float32 values of the largest parameter.
     """
-    sent = (
+    parameters = (
         shape.parameters if work.lora is None else trained_parameters(shape, work.lora)
     )
-    bucket = min(BUCKET_BYTES * 3 / 2, HALF * sent)
+    bucket = min(BUCKET_BYTES * 3 / 2, HALF * parameters)
     return bucket + (FULL * shape.largest_parameter if ranks > 1 else 0)
 
 
@@ -270,17 +269,17 @@ class ServerMemory:
     """Bytes of each GPU of a server."""
 
     weights: float
-    """Its part of the weights, in bfloat16."""
+    """Its share of the weights, in bfloat16."""
     cache: float
-    """The KV cache: what is left of the server's share."""
+    """The KV cache: the remainder of the server's share."""
     token: float
-    """Of one token in the cache."""
+    """Bytes of a token in the cache."""
     rest: float
     """Outside of the share: activations, CUDA graphs, buckets of an update."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cache holds, on all GPUs of the server together."""
+        """Number of tokens in the cache, on all GPUs of the server together."""
         return max(int(self.cache // self.token), 0)
 
 

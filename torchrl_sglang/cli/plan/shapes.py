@@ -1,4 +1,4 @@
-"""What a model's configuration says of its sizes, without its weights."""
+"""Sizes of a model from its configuration, without its weights."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Shape:
     """Sizes of a model; numbers of values, not bytes."""
 
     name: str
-    """Name or folder, as it is given to a run."""
+    """Name or folder, as given to a run."""
     parameters: int
-    """Of the model; one that two modules share counts once."""
+    """Number of parameters; a shared one counts once."""
     layers: int
     """Number of decoder layers."""
     largest_layer: int
@@ -29,8 +29,8 @@ class Shape:
     largest_parameter: int
     """Values of the largest parameter."""
     linear_features: int
-    """Inputs and outputs of all linear layers but the head, together: an adapter of
-    rank 1 has so many parameters."""
+    """Inputs and outputs of all linear layers but the head, in total: the number of
+    parameters of an adapter of rank 1."""
     hidden: int
     """Width of the residual stream."""
     heads: int
@@ -40,29 +40,29 @@ class Shape:
     attention: int
     """Width of all heads of a layer together."""
     normed: int
-    """Width of queries and keys that have a norm of their own; 0 without."""
+    """Width of queries and keys with their own norm; 0 without."""
     mlp: int
-    """Width of the part of a layer's MLP that a token goes through."""
+    """Width of a layer's MLP for a token."""
     experts_per_token: int
-    """Experts that a token goes through; 0 without experts."""
+    """Experts of a token; 0 without experts."""
     vocabulary: int
     """Number of tokens, and of logits."""
     cache: int
-    """Values of one token in the KV cache, in all layers together."""
+    """Values of a token in the KV cache, in all layers together."""
     positions: int
-    """Longest sequence that the model was made for."""
+    """Longest sequence of the model."""
 
     @property
     def outside_layers(self) -> int:
-        """Parameters of embedding, head and last norm, a group of their own."""
+        """Number of parameters outside the transformer layers."""
         return max(self.parameters - self.layers * self.largest_layer, 0)
 
 
 def read_shape(model: Any, *, trust_remote_code: bool = False) -> Shape:
     """Returns the sizes of a model; its modules are made without memory.
 
-    Parameters are counted by instantiating the model on PyTorch's meta device, so that
-    no table of architectures is needed.
+    Parameters are counted by instantiating the model on PyTorch's meta device, so no
+    table of architectures is needed.
 
     Args:
         model: a folder, a hub name, a ``config.json``, or a configuration of
@@ -70,7 +70,7 @@ def read_shape(model: Any, *, trust_remote_code: bool = False) -> Shape:
         trust_remote_code: run the code of a checkpoint.
 
     Raises:
-        ConfigurationError: if there is no such model, or it is no language model.
+        ConfigurationError: if there is no such model, or it is not a language model.
     """
     from transformers import PretrainedConfig
 
@@ -95,7 +95,7 @@ def _load(model: str, trust_remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:
-        # A value of a wrong type is told by errors of many kinds.
+        # Values of a wrong type raise errors of many kinds.
         reason = " ".join(str(error).split()).rstrip(".")
         raise ConfigurationError(
             f"The configuration of {model!r} cannot be read: {reason}. Give a folder "
@@ -104,7 +104,7 @@ def _load(model: str, trust_remote_code: bool) -> Any:
 
 
 def _check_hub(model: str) -> None:
-    """Raises :class:`ConfigurationError` where a hub is needed that does not answer.
+    """Raises :class:`ConfigurationError` if a required hub does not answer.
 
     Transformers would try for half a minute.
     """
@@ -142,7 +142,7 @@ def _instantiate(config: Any, name: str, trust_remote_code: bool) -> Any:
 
 
 def _text_config(config: Any) -> Any:
-    """Returns the part of a configuration that is about text."""
+    """Returns the text part of a configuration."""
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)
 
@@ -157,14 +157,14 @@ def _shape_of(name: str, config: Any, model: Any) -> Shape:
     experts = _experts_per_token(config)
     return Shape(
         name=name,
-        parameters=sum(each.numel() for each in model.parameters()),
+        parameters=sum(p.numel() for p in model.parameters()),
         layers=len(layers),
         largest_layer=max(counts),
-        largest_parameter=max(each.numel() for each in model.parameters()),
+        largest_parameter=max(p.numel() for p in model.parameters()),
         linear_features=_linear_features(model),
         hidden=hidden,
         heads=heads,
-        # A latent vector is one head's, whatever the number of heads.
+        # A latent vector belongs to a single head, for any number of heads.
         kv_heads=1 if getattr(config, "kv_lora_rank", None) else kv_heads,
         attention=heads * head,
         normed=_normed_width(model, (heads + kv_heads) * head),
@@ -177,13 +177,13 @@ def _shape_of(name: str, config: Any, model: Any) -> Shape:
 
 
 def _layers_of(model: Any) -> list[Any]:
-    """Returns the modules that FSDP2 shards one by one, as ``trainers.models`` does."""
+    """Returns the modules that FSDP2 shards separately, as ``trainers.models`` does."""
     kinds = getattr(model, "_no_split_modules", None) or ()
-    found = [each for each in model.modules() if type(each).__name__ in kinds]
-    # A part that is none of the repeated ones, such as an embedding, is no layer.
-    names = Counter(type(each).__name__ for each in found)
-    layers = [each for each in found if names[type(each).__name__] > 1]
-    return layers or found or [model]
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    # A part that is not repeated, such as an embedding, is not a layer.
+    names = Counter(type(module).__name__ for module in blocks)
+    layers = [module for module in blocks if names[type(module).__name__] > 1]
+    return layers or blocks or [model]
 
 
 def _linear_features(model: Any) -> int:
@@ -191,9 +191,9 @@ def _linear_features(model: Any) -> int:
 
     head = model.get_output_embeddings()
     return sum(
-        each.in_features + each.out_features
-        for each in model.modules()
-        if isinstance(each, nn.Linear) and each is not head
+        module.in_features + module.out_features
+        for module in model.modules()
+        if isinstance(module, nn.Linear) and module is not head
     )
 
 
@@ -226,7 +226,7 @@ def _experts_per_token(config: Any) -> int:
 
 
 def _mlp_width(config: Any, hidden: int, experts: int) -> int:
-    """Returns the width of what a token goes through: of experts, those chosen."""
+    """Returns the MLP width for a token; with experts, of the chosen ones."""
     dense = _first_of(config, ("intermediate_size", "ffn_dim", "n_inner"))
     if not experts:
         return dense or 4 * hidden

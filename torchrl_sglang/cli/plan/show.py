@@ -1,4 +1,4 @@
-"""What ``plan`` prints: memory in lines, and the command to run. Pure."""
+"""Output of ``plan``: memory in lines, and the command to run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ percent of an H100's 80 GB more than its formula."""
 
 
 def grpo_arguments(found: Arrangement) -> dict[str, Any]:
-    """Returns the arguments of ``GRPO`` that an arrangement decides.
+    """Returns the arguments of ``GRPO`` for an arrangement.
 
-    On several machines, servers run where they are started beforehand, so that the
-    engine's are not among them.
+    On several machines, servers are started separately, so the engine's arguments are
+    omitted.
     """
     work = found.work
     arguments: dict[str, Any] = {
@@ -94,7 +94,7 @@ def call_of(shape: Shape, found: Arrangement) -> str:
 
 
 def to_text(shape: Shape, found: Arrangement) -> str:
-    """Returns what a person reads of an arrangement."""
+    """Returns an arrangement as text for a person."""
     return "\n".join(
         [
             *_head(shape, found.cluster, found.work),
@@ -118,7 +118,7 @@ def to_text(shape: Shape, found: Arrangement) -> str:
 def nothing_text(
     shape: Shape, cluster: Cluster, work: Workload, found: NothingFits
 ) -> str:
-    """Returns what a person reads where nothing fits."""
+    """Returns the reasons and alternatives as text for a person."""
     lines = [*_head(shape, cluster, work), "", "Nothing fits.", *found.reasons]
     return "\n".join([*lines, "", "What would:", *found.remedies])
 
@@ -211,7 +211,7 @@ def _line(name: str, size: float) -> str:
 def to_json(
     shape: Shape, cluster: Cluster, work: Workload, found: Arrangement | NothingFits
 ) -> str:
-    """Returns one line with a JSON object; sizes are in bytes."""
+    """Returns a line with a JSON object; sizes are in bytes."""
     about: dict[str, Any] = {
         "model": shape.name,
         "parameters": shape.parameters,
