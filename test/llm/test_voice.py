@@ -36,7 +36,7 @@ SUMMARY_LINES_LEFT: dict[str, int] = {
     "weight_update": 34,
 }
 NAMES_LEFT: dict[str, int] = {
-    "backends": 55,
+    "backends": 53,
     "chat": 1,
     "cli": 32,
     "collectors": 147,

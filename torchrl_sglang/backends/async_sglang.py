@@ -937,12 +937,12 @@ class AsyncSGLang(TorchRLCalls):
             self.look_at_servers()
 
     def interrupt_requests(self, *, timeout: float, keep: bool = True) -> None:
-        kept = self.capabilities.keeps_requests
+        keeps_requests = self.capabilities.keeps_requests
         run_sync(
             self._dispatcher.in_flight.interrupt(
                 self.control.loads,
-                keep=keep and kept,
-                others=not kept,
+                keep=keep and keeps_requests,
+                others=not keeps_requests,
                 timeout=timeout,
             )
         )

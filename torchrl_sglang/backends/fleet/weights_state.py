@@ -170,8 +170,8 @@ class WeightUpdate:
 
     def abort(self) -> None:
         """Ends an update without a change on the servers."""
-        before = self._before
-        self._end(before.inconsistent, base_intact=before.base_intact)
+        initial = self._before
+        self._end(initial.inconsistent, base_intact=initial.base_intact)
 
     def reserve(self, version: str) -> None:
         """Keeps later updates from reusing a version that a server may have taken."""

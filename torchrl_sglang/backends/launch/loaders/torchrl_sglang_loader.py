@@ -93,15 +93,15 @@ class CopyStep:
 
     @property
     def is_run(self) -> bool:
-        """Whether it copies one run of memory to another."""
+        """Whether it copies contiguous memory to contiguous memory."""
         return self.fill is None and self.target.dim() == 1 and self.stride == (1,)
 
     def moved(self, count: int) -> CopyStep:
-        """Returns a step that reads so many values further on."""
+        """Returns a step whose source begins ``count`` values later."""
         return replace(self, offset=self.offset + count)
 
     def longer(self, count: int) -> CopyStep:
-        """Returns a step that copies as many further values, behind its own."""
+        """Returns a step with ``count`` more values at its end."""
         size = (self.size[0] + count,)
         return replace(self, target=self.target.as_strided(size, (1,)), size=size)
 
@@ -401,7 +401,7 @@ def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
 def _pairs(
     state: LoaderState, specs: Sequence[Spec], tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, CopyStep]]:
-    """Yields the steps of tensors that have a plan, each with its tensor."""
+    """Yields the steps of traced tensors, each with its tensor."""
     for spec, tensor in zip(specs, tensors, strict=True):
         for step in state.plans[spec]:
             yield tensor, step
@@ -423,14 +423,14 @@ def _apply(
 
 @dataclass(slots=True)
 class Copies:
-    """Copies that are ready to run, again and again."""
+    """Prepared copies, which can run repeatedly."""
 
     fills: list[tuple[torch.Tensor, float]] = field(default_factory=list)
-    """Parts of parameters, and the values that fill them."""
+    """Parts of parameters, and their fill values."""
     grouped: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = field(
         default_factory=dict
     )
-    """Targets and sources of runs of memory that one kernel copies, by their types."""
+    """Targets and sources of contiguous copies for a common kernel, by type."""
     single: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     """Other targets and sources."""
 
@@ -445,7 +445,7 @@ class Copies:
 
 
 def make_copies(pairs: Iterable[tuple[torch.Tensor, CopyStep]]) -> Copies:
-    """Returns the copies of steps, each with the tensor that it reads."""
+    """Prepares the copies of steps, each with its source tensor."""
     copies = Copies()
     for tensor, step in pairs:
         target = step.target
@@ -467,29 +467,29 @@ def make_copies(pairs: Iterable[tuple[torch.Tensor, CopyStep]]) -> Copies:
 def join_steps(
     pairs: Iterable[tuple[torch.Tensor, CopyStep]],
 ) -> list[tuple[torch.Tensor, CopyStep]]:
-    """Returns the same steps; those that lie together in memory become one."""
-    others: list[tuple[torch.Tensor, CopyStep]] = []
+    """Merges steps that are adjacent in memory."""
+    scattered: list[tuple[torch.Tensor, CopyStep]] = []
     runs: list[tuple[torch.Tensor, torch.Tensor, CopyStep]] = []
     for tensor, step in pairs:
         if step.is_run:
             runs.append((step.source(tensor), tensor, step))
         else:
-            others.append((tensor, step))
+            scattered.append((tensor, step))
     runs.sort(key=lambda run: run[0].data_ptr())
     joined: list[tuple[torch.Tensor, CopyStep]] = []
-    last = None
+    end = None
     for source, tensor, step in runs:
         if (
-            last is not None
-            and _follows(source, last)
+            end is not None
+            and _follows(source, end)
             and _follows(step.target, joined[-1][1].target)
         ):
             begin, previous = joined[-1]
             joined[-1] = begin, previous.longer(len(source))
         else:
             joined.append((tensor, step))
-        last = source
-    return others + joined
+        end = source
+    return scattered + joined
 
 
 def _follows(tensor: torch.Tensor, previous: torch.Tensor) -> bool:
@@ -522,7 +522,7 @@ def _views(flat: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
 def _load_flat(
     model: Any, state: LoaderState, specs: Sequence[Spec], flat: torch.Tensor
 ) -> None:
-    """Loads tensors that lie one after the other in a run of bytes."""
+    """Loads consecutive tensors in a flat byte tensor."""
     if not _prepare(model, state, specs):
         _apply(model, state, specs, _views(flat, specs))
         return
