@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.forked_starts import forked_starts
-from helpers.without_servers import starts_nothing
+from helpers.without_servers import starts_nothing, starts_something
 
 from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.watchdog import (
@@ -37,6 +37,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run only the tests that start no server and no process",
     )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("--without-servers"):
+        return None
+    return True if starts_something(collection_path) else None
 
 
 def pytest_collection_modifyitems(

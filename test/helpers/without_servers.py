@@ -18,14 +18,20 @@ STARTS = re.compile(
 """Names of what starts a server or a process, or waits for one."""
 
 
+@functools.cache
+def starts_something(path: Path) -> bool:
+    """Returns whether a module of tests starts something; it is not imported then."""
+    return path.suffix == ".py" and STARTS.search(path.read_text()) is not None
+
+
 def starts_nothing(item: pytest.Item) -> bool:
     """Returns whether neither a test's module nor a fixture of it starts anything."""
-    if not isinstance(item, pytest.Function) or _starts(item.path.read_text()):
+    if not isinstance(item, pytest.Function) or starts_something(item.path):
         return False
     found = item._fixtureinfo.name2fixturedefs.values()
     own = Path(__file__).parents[1]
     return not any(
-        _starts_by(definition.func)
+        _starts(definition.func)
         for definitions in found
         for definition in definitions
         if own in Path(inspect.getfile(definition.func)).parents
@@ -33,10 +39,5 @@ def starts_nothing(item: pytest.Item) -> bool:
 
 
 @functools.cache
-def _starts(source: str) -> bool:
-    return STARTS.search(source) is not None
-
-
-@functools.cache
-def _starts_by(function: Any) -> bool:
-    return _starts(inspect.getsource(function))
+def _starts(function: Any) -> bool:
+    return STARTS.search(inspect.getsource(function)) is not None

@@ -22,8 +22,8 @@ def test_every_rank_loads_its_share():
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, "some"),
         (3, "some"),
+        pytest.param(2, "some", marks=pytest.mark.slow),
         *(pytest.param(n, "all", marks=pytest.mark.slow) for n in (2, 3)),
     ],
 )

@@ -115,13 +115,16 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize(
+every_kind = pytest.mark.parametrize(
     "kind",
     [
         pytest.param(kind, marks=pytest.mark.slow if "compiled" in kind else ())
         for kind in SOURCES
     ],
 )
+
+
+@every_kind
 def test_every_source(hf_model, tokenizer, served, kind):
     wrapper = TransformersWrapper(hf_model, tokenizer=tokenizer, generate=False)
     found = sent(SOURCES[kind](hf_model, wrapper), served)
@@ -131,7 +134,7 @@ def test_every_source(hf_model, tokenizer, served, kind):
         assert not found[name].requires_grad
 
 
-def test_what_exists_is_not_copied(hf_model, served):
+def test_existing_tensors_are_not_copied(hf_model, served):
     weights = open_weights(hf_model, served)
     assert weights.stable
     found = dict(weights.read())
@@ -139,7 +142,7 @@ def test_what_exists_is_not_copied(hf_model, served):
         assert found[name].data_ptr() == parameter.data_ptr()
 
 
-@pytest.mark.parametrize("kind", SOURCES)
+@every_kind
 def test_tied_weights_are_sent_once(tokenizer, kind):
     tied = make_tiny_model(tokenizer, tie_word_embeddings=True)
     served = get_model_metadata(tied)
@@ -266,7 +269,7 @@ def test_a_sparse_tensor_is_refused(served, hf_model):
         (nn.Linear(1, 1).parameters(), "named_parameters"),
     ],
 )
-def test_what_holds_no_weights_is_refused(weights, words):
+def test_sources_without_weights_are_refused(weights, words):
     with pytest.raises(ConfigurationError, match=words):
         find_source(weights)
 
