@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
+
+from torchrl_sglang import AsyncLLMCollector
 
 OWN_THREADS = (
     "torchrl_sglang-collector",
@@ -28,8 +28,6 @@ def own_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in OWN_THREADS]
 
 
-def wait_until(holds: Callable[[], Any], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+def begin(collector: AsyncLLMCollector) -> None:
+    """Begins to collect, as the first batch does that is asked for."""
+    collector._collection.start()

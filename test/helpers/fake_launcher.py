@@ -95,13 +95,13 @@ class FakeLauncher(Launcher):
         """Every handle so far, in the order of the starts."""
         self.removed: list[int] = []
         """The ranks of servers that were removed."""
-        self._make = lambda: FakeServer(model_path, **arguments)
-        self._at_start = at_start
+        self.make = lambda: FakeServer(model_path, **arguments)
+        self.at_start = at_start
         self._latest: dict[int, FakeHandle] = {}
 
     def start(self, rank: int) -> FakeHandle:
-        server = self._make()
-        self._at_start(server)
+        server = self.make()
+        self.at_start(server)
         handle = FakeHandle(server, f"node-{len(self.handles)}")
         self.handles.append(handle)
         self._latest[rank] = handle

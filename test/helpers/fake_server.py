@@ -171,9 +171,9 @@ class FakeServer:
         self.routes = self._make_routes()
         self.model_path = str(model_path)
         self._vocab_size: int = config["vocab_size"]
-        self._context: int = context or config["max_position_embeddings"]
+        self.context: int = context or config["max_position_embeddings"]
         self._api_key, self._admin_api_key = api_key, admin_api_key
-        self._faults: dict[str, tuple[Fault, Callable[[Any], bool]]] = {}
+        self.faults: dict[str, tuple[Fault, Callable[[Any], bool]]] = {}
         self.weight_version = "default"
         self.earlier_version: tuple[str, int] | None = None
         self.cached_tokens = 0
@@ -181,15 +181,15 @@ class FakeServer:
         self.adapters: list[str] = []
         self.poison: set[int] = set()
         self._original_log_probs = original_log_probs
-        self._version_spans = version_spans
+        self.version_spans = version_spans
         self._deterministic = enable_deterministic_inference
-        self._server_args = dict(server_args or {})
+        self.server_args = dict(server_args or {})
         self._enable_lora = enable_lora
-        self._in_session = False
+        self.in_session = False
         self._enable_memory_saver = enable_memory_saver
         self._released: set[str] = set()
-        self._dead = False
-        self._vanished = False
+        self.dead = False
+        self.vanished = False
         self.paused = False
         self.silent_while_paused = False
         self._starts = 1
@@ -230,19 +230,19 @@ class FakeServer:
             when: whether a request with this content, which is among ``requests``
                 already, meets the fault.
         """
-        self._faults[path] = fault, when
+        self.faults[path] = fault, when
         try:
             yield
         finally:
-            self._faults.pop(path, None)
+            self.faults.pop(path, None)
 
     def die(self) -> None:
         """Breaks every connection from now on, like a dead server."""
-        self._dead = True
+        self.dead = True
 
     def vanish(self) -> None:
         """Answers nothing any more and closes no connection, like a lost machine."""
-        self._vanished = True
+        self.vanished = True
 
     def restart(self) -> None:
         """Restarts with the checkpoint's weights and without adapters."""
@@ -250,15 +250,15 @@ class FakeServer:
         self.weight_version = "default"
         self.adapters.clear()
         self._released.clear()
-        self._in_session = self.paused = self._dead = False
+        self.in_session = self.paused = self.dead = False
 
-    def _fault(self, path: str, content: Any) -> Fault | None:
-        fault, when = self._faults.get(path, (None, lambda content: False))
+    def fault_of(self, path: str, content: Any) -> Fault | None:
+        fault, when = self.faults.get(path, (None, lambda content: False))
         return fault if when(content) else None
 
     def recover(self) -> None:
         """Ends all faults, and aborts every request that hangs."""
-        self._faults.clear()
+        self.faults.clear()
 
         def release() -> None:
             for event in self._hanging:
@@ -350,13 +350,13 @@ class FakeServer:
         key = request.headers.get("Authorization")
         if not self._lets_in(request.path, key):
             return _json({"error": "Unauthorized"}, 401)
-        if self._vanished:
+        if self.vanished:
             await self._done.wait()
-        fault = self._fault(request.path, content)
+        fault = self.fault_of(request.path, content)
         end = ABORTED_AS.get(fault)
         if end and await self._hang(content):
-            return self._generate(content, end)
-        if end or fault == "hang_up" or self._dead:
+            return self.generate(content, end)
+        if end or fault == "hang_up" or self.dead:
             transport.abort()
             return web.Response()
         if fault == "hang_up_mid_body":
@@ -380,7 +380,7 @@ class FakeServer:
         ):
             # A paused server keeps what comes until it goes on.
             if await self._hang(content, self._running):
-                return self._generate(content, "abort")
+                return self.generate(content, "abort")
             if not self._running.is_set():
                 transport.abort()
                 return web.Response()
@@ -396,7 +396,7 @@ class FakeServer:
         except _BrokenError:
             return web.Response(text="Internal Server Error", status=500)
         except _FatalError:
-            self._dead = True
+            self.dead = True
             transport.abort()
             return web.Response()
 
@@ -440,7 +440,7 @@ class FakeServer:
 
     def _make_routes(self) -> dict[str, Callable[[Any], web.StreamResponse]]:
         return {
-            "/generate": self._generate,
+            "/generate": self.generate,
             "/server_info": self._server_info,
             "/model_info": self._model_info,
             "/v1/models": self._models,
@@ -554,12 +554,12 @@ class FakeServer:
                 "dp_size": 1,
                 "skip_tokenizer_init": False,
                 "grammar_backend": "none",
-                "max_req_input_len": self._context - LONGEST_PROMPT_ROOM,
+                "max_req_input_len": self.context - LONGEST_PROMPT_ROOM,
                 "enable_memory_saver": self._enable_memory_saver,
                 "startup_time": {"tokenizer_e2e": float(self._starts)},
                 "enable_deterministic_inference": self._deterministic,
                 "disable_radix_cache": self._deterministic,
-                **self._server_args,
+                **self.server_args,
             }
         )
 
@@ -574,7 +574,7 @@ class FakeServer:
         )
 
     def _models(self, content: Any) -> web.Response:
-        model = {"id": self.model_path, "max_model_len": self._context}
+        model = {"id": self.model_path, "max_model_len": self.context}
         adapters = [{"id": n, "parent": self.model_path} for n in self.adapters]
         return _json({"object": "list", "data": [model, *adapters]})
 
@@ -613,31 +613,31 @@ class FakeServer:
         return _json(None)
 
     def _begin(self, content: Any) -> web.Response:
-        if self._in_session:
+        if self.in_session:
             return _outcome(
                 "a weight-update session is already open; "
                 "call end_weight_update() first"
             )
-        self._in_session = True
+        self.in_session = True
         return _outcome()
 
     def _end(self, content: Any) -> web.Response:
-        if not self._in_session:
+        if not self.in_session:
             return _outcome(
                 "no weight-update session is open; call begin_weight_update() first"
             )
-        self._in_session = False
+        self.in_session = False
         return _outcome()
 
     def _update(self, content: Any) -> web.Response:
         # There is nobody here who could join a broadcast.
-        if not self._in_session:
+        if not self.in_session:
             return _outcome(_NO_SESSION)
         return _outcome("Group is not initialized")
 
     def _update_from_tensor(self, content: Any) -> web.Response:
         # A server without sessions takes weights at any time.
-        if not self._in_session and "/begin_weight_update" in self.routes:
+        if not self.in_session and "/begin_weight_update" in self.routes:
             return _outcome(_NO_SESSION.replace("distributed", "tensor"))
         self.weight_version = content.get("weight_version") or self.weight_version
         return _outcome()
@@ -654,7 +654,7 @@ class FakeServer:
         self.weight_version = content["new_version"]
         return _outcome()
 
-    def _generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
+    def generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
         items = list(_items(content))
         for item in items:
             self._check(item)
@@ -662,10 +662,10 @@ class FakeServer:
                 raise _RefusedError(
                     f"Got LoRA adapter that has never been loaded: {item['lora_path']}"
                 )
-        fault = fault or self._fault("/generate", content)
+        fault = fault or self.fault_of("/generate", content)
         if fault == "abort_compiling" and not content.get("stream"):
             raise _RefusedError("Aborted by AbortReq.")
-        replies = [self._reply(item) for item in items]
+        replies = [self.reply(item) for item in items]
         for reply in replies:
             _spoil(reply, fault, self.tokens_until_abort)
         poisoned = any(self.poison.intersection(item["input_ids"]) for item in items)
@@ -688,20 +688,20 @@ class FakeServer:
         if params.get("top_k", 1) > 2**30:
             raise _FatalError
         asked, length = params.get("max_new_tokens", 128), len(ids)
-        if length >= self._context:
+        if length >= self.context:
             raise _RefusedError(
                 f"The input ({length} tokens) is longer than the model's context "
-                f"length ({self._context} tokens)."
+                f"length ({self.context} tokens)."
             )
-        if asked + length > self._context:
+        if asked + length > self.context:
             raise _RefusedError(
                 f"Requested token count exceeds the model's maximum context length of "
-                f"{self._context} tokens."
+                f"{self.context} tokens."
             )
-        if length >= self._context - LONGEST_PROMPT_ROOM:
+        if length >= self.context - LONGEST_PROMPT_ROOM:
             raise _RefusedError(
                 f"Input length ({length} tokens) exceeds the maximum allowed length "
-                f"({self._context - LONGEST_PROMPT_ROOM} tokens)."
+                f"({self.context - LONGEST_PROMPT_ROOM} tokens)."
             )
         if item["top_logprobs_num"] > self._vocab_size:
             raise _FatalError
@@ -721,9 +721,9 @@ class FakeServer:
             for place in range(start, start + count)
         ]
 
-    def _reply(self, item: dict[str, Any]) -> dict[str, Any]:
+    def reply(self, item: dict[str, Any]) -> dict[str, Any]:
         prompt = item["input_ids"]
-        room = self._context - RESERVED_TOKENS - len(prompt)
+        room = self.context - RESERVED_TOKENS - len(prompt)
         count = min(item["sampling_params"].get("max_new_tokens", 128), room)
         tokens = (prompt * (count // len(prompt) + 1))[:count]
         seed = item["sampling_params"].get("sampling_seed")
@@ -736,7 +736,7 @@ class FakeServer:
             "cached_tokens": min(self.cached_tokens, len(prompt)),
             "weight_version": self.weight_version,
         }
-        if self._version_spans:
+        if self.version_spans:
             earlier, own = self.earlier_version or ("", 0)
             spans = ((earlier, 0, own), (self.weight_version, own, count))
             meta["weight_versions"] = [

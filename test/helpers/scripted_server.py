@@ -155,19 +155,19 @@ class ScriptedServer(FakeServer):
         self.generated: list[tuple[list[int], list[int]]] = []
         self.missing = 0
 
-    def _fault(self, path: str, content: Any) -> Fault | None:
+    def fault_of(self, path: str, content: Any) -> Fault | None:
         asks = path == "/generate" and _generates(content)
         if asks and self.script and self.script[0].hangs:
             self.script.pop(0)
             return "hang"
-        return super()._fault(path, content)
+        return super().fault_of(path, content)
 
-    def _generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
+    def generate(self, content: Any, fault: Fault | None = None) -> web.StreamResponse:
         self._aborts = fault is not None
-        return super()._generate(content, fault)
+        return super().generate(content, fault)
 
-    def _reply(self, item: dict[str, Any]) -> dict[str, Any]:
-        reply = super()._reply(item)
+    def reply(self, item: dict[str, Any]) -> dict[str, Any]:
+        reply = super().reply(item)
         meta, params = reply["meta_info"], item["sampling_params"]
         if params.get("max_new_tokens", 128) and not self._aborts:
             tokens, end = self._write(item)

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -19,6 +18,7 @@ import pytest
 import yaml
 from helpers.forked_starts import trainer_python
 from helpers.ray_cluster import ray_cluster
+from helpers.waiting import wait_until
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -243,12 +243,12 @@ def end(job: Any, number: int) -> None:
         os.killpg(job.pid, number)
 
 
-def wait_until(job: Any, condition: Callable[[], bool], log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert job.poll() is None, log.read_text()[-3000:]
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.1)
+def wait_for_job(job: Any, condition: Callable[[], bool], log: Path) -> None:
+    wait_until(
+        lambda: condition() or job.poll() is not None,
+        report=lambda: log.read_text()[-3000:],
+    )
+    assert condition(), log.read_text()[-3000:]
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
     words, log = write_run(tmp_path, tiny_model_path, 4), tmp_path / "log.txt"
     job = start_job(tmp_path, environment, words)
     try:
-        wait_until(job, lambda: "step 2/4" in log.read_text(), log)
+        wait_for_job(job, lambda: "step 2/4" in log.read_text(), log)
     finally:
         # As Slurm does it: all steps and the script, and after a while for good.
         end(job, signal.SIGTERM)
@@ -284,7 +284,7 @@ def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
             end(job, signal.SIGKILL)
     again = start_job(tmp_path, environment, words)
     try:
-        wait_until(again, lambda: "The model is in" in log.read_text(), log)
+        wait_for_job(again, lambda: "The model is in" in log.read_text(), log)
         assert again.wait(120) == 0, log.read_text()[-3000:]
     finally:
         end(again, signal.SIGKILL)

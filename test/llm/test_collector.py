@@ -291,7 +291,7 @@ class Gone:
         raise ConnectionError("the actor is gone")
 
 
-def test_a_collector_that_cannot_count_is_told(scheme, restored_engine, tokenizer):
+def test_a_collector_that_cannot_count_is_refused(scheme, restored_engine, tokenizer):
     sender = scheme.create_sender()
     gone = Gone()
     sender.register_collector(gone)

@@ -30,7 +30,7 @@ SEEDED = {**EAGLE, "enable_deterministic_inference": True}
         (NGRAM, {"temperature": 0.5}, "another algorithm"),
     ],
 )
-def test_what_speculation_would_not_sample_is_refused(
+def test_distributions_that_speculation_would_not_sample_are_refused(
     tiny_model_path, server_args, params, why
 ):
     with (
@@ -49,7 +49,7 @@ def test_what_speculation_would_not_sample_is_refused(
 
 
 @pytest.mark.parametrize("server_args", [EAGLE, {}])
-def test_what_it_does_sample_is_sent(tiny_model_path, server_args):
+def test_distributions_that_speculation_samples_are_sent(tiny_model_path, server_args):
     params = {"top_p": 0.9, "top_k": 20, "temperature": 0.7, "min_p": 0.0}
     if not server_args:
         params["min_p"] = 0.1

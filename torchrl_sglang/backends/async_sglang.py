@@ -518,7 +518,7 @@ class AsyncSGLang(TorchRLCalls):
     @property
     def server_url(self) -> str:
         router = self._fleet.router
-        return self._fleet.replicas[0].url if router is None else router.url
+        return self.replicas[0].url if router is None else router.url
 
     @property
     def api_key(self) -> str | None:
@@ -528,8 +528,21 @@ class AsyncSGLang(TorchRLCalls):
     @property
     def servers(self) -> tuple[ServerHandle, ...]:
         """The server processes that this engine started, one for each replica."""
-        handles = (replica.handle for replica in self._fleet.replicas)
+        handles = (replica.handle for replica in self.replicas)
         return tuple(handle for handle in handles if handle is not None)
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """Last known state of every server; reads it without a request.
+
+        Includes servers that somebody else started and servers that are down.
+        :meth:`stats` asks the servers.
+
+        Examples:
+            >>> [(replica.url, replica.state) for replica in engine.replicas]
+            [('http://...', 'serving')]
+        """
+        return self._fleet.replicas
 
     @property
     def model_path(self) -> str:
@@ -537,7 +550,7 @@ class AsyncSGLang(TorchRLCalls):
 
     @property
     def placements(self) -> tuple[ServerPlacement, ...]:
-        located = {replica.url: replica.location for replica in self._fleet.replicas}
+        located = {replica.url: replica.location for replica in self.replicas}
         args = self.capabilities.args
         return tuple(
             ServerPlacement(
@@ -825,7 +838,7 @@ class AsyncSGLang(TorchRLCalls):
             completed=done.completed,
             retries=done.retries,
             restarts=self._fleet.state.past_restarts
-            + sum(replica.restarts for replica in self._fleet.replicas),
+            + sum(replica.restarts for replica in self.replicas),
             tokens_per_second=done.tokens_per_second,
             prompt_tokens=done.prompt_tokens,
             response_tokens=done.response_tokens,
@@ -1078,7 +1091,7 @@ class AsyncSGLang(TorchRLCalls):
         return run_sync(self.control.flush_when_idle())
 
     def health(self) -> bool:
-        alive = all(replica.runs for replica in self._fleet.replicas)
+        alive = all(replica.runs for replica in self.replicas)
         return not self._closed and alive and run_sync(self.control.healthy())
 
     def shutdown(self) -> None:

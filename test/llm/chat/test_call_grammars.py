@@ -133,7 +133,7 @@ def test_sglangs_parser_reads_what_a_grammar_writes(judged, name):
     assert judged[1][name] == [["f", ARGUMENTS], ["g", ARGUMENTS]]
 
 
-def test_what_is_not_known_is_refused():
+def test_unknown_formats_are_refused():
     with pytest.raises(ConfigurationError, match=r"qwen25.*tool_call_parser='gpt-oss'"):
         find_format("gpt-oss")
     with pytest.raises(ConfigurationError, match="reasoning_parser='gpt-oss'"):

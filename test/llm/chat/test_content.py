@@ -69,7 +69,7 @@ def test_arguments_that_are_too_deep_are_kept_as_they_are():
 
 @doors
 @pytest.mark.parametrize("kind", [*IMAGES, "audio", None, 3])
-def test_what_is_no_text_is_refused(door, kind):
+def test_content_without_text_is_refused(door, kind):
     part = IMAGES.get(kind, {"type": kind})
     with pytest.raises(ConfigurationError, match=f"type {kind!r}.*text only"):
         DOORS[door](message(TEXT, part))

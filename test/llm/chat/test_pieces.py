@@ -173,7 +173,7 @@ def test_a_piece_that_fails_is_tried_again() -> None:
     assert cut(text) == tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_kept_pieces_are_bounded() -> None:
     tokenizer = byte_level()
     encode = Counting(tokenizer)
     cut = PieceEncoder(tokenizer, encode, kept=3 * LONG_PIECE)

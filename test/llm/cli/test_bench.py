@@ -176,7 +176,7 @@ def test_weights_are_spared(engine, capsys):
     assert after[0].token_ids == before[0].token_ids
 
 
-def test_what_does_not_fit_is_refused(engine, capsys):
+def test_sizes_that_do_not_fit_are_refused(engine, capsys):
     words = ["bench", "latency", "--url", engine.server_url, "--new-tokens", "2048"]
     assert main(words) == 2
     assert "do not fit into the 2048 tokens" in capsys.readouterr().err

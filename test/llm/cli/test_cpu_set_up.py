@@ -150,7 +150,7 @@ class TestInstallPackages:
         ]
         assert seen.read_text().strip() == f"{wheels}|"
 
-    def test_what_is_said_to_uv_itself_counts_more(
+    def test_settings_of_uv_take_precedence(
         self,
         make_uv: Callable[[str], Path],
         wheels: Path,
@@ -233,7 +233,7 @@ class TestLinks:
         assert found is not None
         assert sorted(d.name for d in found) == ["alpha", "beta", "gamma"]
 
-    def test_what_is_not_whole_is_not_shared(self, site: Path) -> None:
+    def test_an_incomplete_installation_is_not_shared(self, site: Path) -> None:
         assert installed_closure("alpha", without=[]) is None
         assert installed_closure("absent", without=[]) is None
 

@@ -119,7 +119,7 @@ def not_ok(name: str, machine: Machine) -> list[Finding]:
         ("_model", {}),
     ],
 )
-def test_what_is_as_it_should_be(make, name, fields):
+def test_a_machine_in_order_has_no_findings(make, name, fields):
     assert not_ok(name, make(**fields)) == []
     assert all(finding.remedy == "" for finding in of(name, make(**fields)))
 
@@ -239,7 +239,9 @@ OLD = json.dumps({**SGLANG, "sglang": "0.5.9"})
         ),
     ],
 )
-def test_what_is_not(make, name, fields, level, check, message, remedy):
+def test_each_fault_is_a_finding_with_a_remedy(
+    make, name, fields, level, check, message, remedy
+):
     (finding,) = not_ok(name, make(**fields))
     expect(finding, level, check, message, remedy)
 

@@ -109,7 +109,7 @@ def test_beside_servers_that_it_starts(tiny_model_path, engine, tmp_path):
     assert get_args(LogProbsMode) == LOGPROBS_MODES
 
 
-def test_a_port_in_use_is_told(fake):
+def test_a_port_in_use_is_reported(fake):
     port = fake.url.rpartition(":")[2]
     with gateway("--url", fake.url, "--port", port) as process:
         _, errors = process.communicate(timeout=BUDGET_SECONDS)

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ import pytest
 from helpers.echo_engine import make_interpreter
 from helpers.forked_starts import forked_process, processes_below, trainer_python
 from helpers.ray_cluster import address, processes, ray_cluster
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.watchdog import (
@@ -58,13 +58,6 @@ def serving(
         # Its servers find that it has ended, whatever a test has left of it.
         process.kill()
         process.communicate()
-
-
-def wait_until(happened, seconds: float = BUDGET_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def answers(url: str) -> bool:
@@ -156,7 +149,7 @@ def test_an_interrupt_before_anything_was_started(tiny_model_path):
         assert "Traceback" not in errors
 
 
-def test_a_start_that_fails_is_told_in_words(tmp_path):
+def test_a_start_that_fails_is_reported_in_words(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     # Its log is kept, where the test's other files are.
     process = start("serve", str(tmp_path), "--device", "cpu", TMPDIR=str(tmp_path))

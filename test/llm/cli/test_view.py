@@ -37,7 +37,9 @@ def test_a_file_of_a_folder_whose_name_is_no_text(folder, tmp_path, capsys):
         (["RUN", "--port", "99999"], "--port 99999 is not a port"),
     ],
 )
-def test_what_cannot_be_shown_is_told(folder, capsys, arguments, message):
+def test_recordings_that_cannot_be_shown_are_reported(
+    folder, capsys, arguments, message
+):
     given = [each.replace("RUN", str(folder)) for each in arguments]
     assert main(["view", *given]) != 0
     assert message in capsys.readouterr().err

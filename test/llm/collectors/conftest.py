@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers.collecting import length_reward, own_threads, tasks, wait_until
+from helpers.collecting import length_reward, own_threads, tasks
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncLLMCollector, AsyncSGLang, SGLangWrapper
 from torchrl_sglang.types import SyncReport

@@ -96,7 +96,7 @@ def test_a_batch_leaves_what_later_batches_can_take():
     assert checked > 300
 
 
-def test_what_is_stale_already_is_not_waited_for():
+def test_stale_groups_are_not_waited_for():
     limits = Limits(max_staleness=1, groups_per_update=1)
     assert choose_groups(
         limits, version=9, consumed=0, ready=[9], running=[3], size=1
@@ -115,12 +115,14 @@ def test_a_trainer_in_step_gets_nothing_stale(seed, max_staleness, batches_per_u
         max_staleness=max_staleness, groups_per_update=size * batches_per_update
     )
     pool: GroupPool[int] = GroupPool(limits)
-    running: list[int] = []
+    running: list[tuple[int, int]] = []
+    complete: list[int] = []
     taken: list[int] = []
     for version in range(1, 30):
         for _ in range(batches_per_update):
             while True:
-                running += [pool.start() for _ in range(pool.free(wanted=size))]
+                free = pool.free(wanted=size)
+                running += [(pool.start(), pool.version) for _ in range(free)]
                 assert pool.running + pool.ready <= limits.capacity
                 assert not must_wait(
                     limits, consumed=pool.consumed, size=size, started=pool._awaited()
@@ -130,10 +132,9 @@ def test_a_trainer_in_step_gets_nothing_stale(seed, max_staleness, batches_per_u
                     break
                 # The newest are completed first more often than not.
                 place = max(rng.randrange(len(running)) for _ in range(2))
-                position = running.pop(place)
-                pool.complete(
-                    position, position, oldest=pool._running[position], seconds=0.0
-                )
+                position, oldest = running.pop(place)
+                pool.complete(position, position, oldest=oldest, seconds=0.0)
+                complete.append(position)
             assert all(pool.version - group.oldest <= max_staleness for group in batch)
             taken += [group.position for group in batch]
         if max_staleness == 0:
@@ -141,6 +142,7 @@ def test_a_trainer_in_step_gets_nothing_stale(seed, max_staleness, batches_per_u
         pool.set_version(version)
     assert pool.stale == 0
     assert len(set(taken)) == len(taken)
-    assert set(range(min(running, default=pool.order._next))) <= set(taken) | {
-        group.position for group in pool._ready
-    }
+    assert {*taken} <= {*complete}
+    assert len(complete) == len(taken) + pool.ready
+    begun = [*complete, *(position for position, _ in running)]
+    assert sorted(begun) == list(range(len(begun)))

@@ -200,7 +200,7 @@ def test_a_session_with_older_tokens_is_not_taken(through, on_stale, runs):
     assert agent.collector.stats()["age"] == {0: 15}
 
 
-def test_what_is_not_trained_has_no_age(engine, through):
+def test_untrained_turns_have_no_age(engine, through):
     """Of a first turn that the rule leaves out, older tokens do no harm."""
     with Gateway(engine, trained="policy") as gateway:
         agent = through(("title", "title", "policy"), gateway=gateway)
@@ -278,7 +278,9 @@ def test_agents_that_fail(collect, gateway, agent, reason):
     assert gateway.sessions == []
 
 
-def test_what_does_not_go_together(collect, engine, gateway, tiny_model_path, fake):
+def test_arguments_that_exclude_each_other_are_refused(
+    collect, engine, gateway, tiny_model_path, fake
+):
     with pytest.raises(ConfigurationError, match="rewards cannot be given with agent"):
         collect(Agent(), rewards=lambda *_: 1.0)
     with pytest.raises(ConfigurationError, match="give an agent"):
@@ -304,7 +306,7 @@ class Forgetful(Agent):
                 self.gateway.set_reward(session, 1.0, turn=0)
 
 
-def test_a_missing_reward_is_told(collect, gateway, caplog):
+def test_a_missing_reward_is_an_error(collect, gateway, caplog):
     (batch,) = collect(Forgetful())
     assert not batch["next", "reward"].any()
     assert caplog.text.count("returned no reward, and none was set") == 1

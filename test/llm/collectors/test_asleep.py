@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, CollectorTimeouts
 from torchrl_sglang.errors import CollectionError, WeightSyncStateError

@@ -11,7 +11,8 @@ import weakref
 
 import pytest
 import torch
-from helpers.collecting import length_reward, own_threads, tasks, wait_until
+from helpers.collecting import begin, length_reward, own_threads, tasks
+from helpers.waiting import wait_until
 from torch.utils.data import Dataset
 from torchrl.data import (
     LazyStackStorage,
@@ -93,9 +94,8 @@ def test_no_more_groups_than_can_be_consumed_in_time(make, update, max_staleness
         assert len(taken) == 2 * (version + 1)
         ahead = 2 * (version + max_staleness + 1)
         wait_until(lambda ahead=ahead: len(gate.began) == ahead)
-        pool = collector._collection.pool
-        wait_until(lambda pool=pool: not pool.running)
-        assert pool.ready == 2 * max_staleness
+        wait_until(lambda: not collector.stats()["groups_running"])
+        assert collector.stats()["groups_ready"] == 2 * max_staleness
         update(collector)
     assert sorted(taken) == list(range(8))
     assert max(collector.stats()["age"]) == max_staleness
@@ -107,7 +107,7 @@ def test_a_slow_group_is_overtaken_until_it_would_be_stale(make, update):
     collector = make(step=gate, max_staleness=1)
     batches = iter(collector)
     assert positions(next(batches)) == [1, 2]
-    wait_until(lambda: collector._collection.pool.running == 1)
+    wait_until(lambda: collector.stats()["groups_running"] == 1)
     update(collector)
     # Its tokens are one update old: this batch waits for it.
     timer = threading.Timer(0.2, gate.open, [0])
@@ -153,7 +153,7 @@ def test_versions_are_those_of_the_tokens(make, update):
     collector = make(max_staleness=2)
     batches = iter(collector)
     next(batches)
-    wait_until(lambda: collector._collection.pool.ready == 4)
+    wait_until(lambda: collector.stats()["groups_ready"] == 4)
     update(collector)
     for version in (0, 0, 1):
         batch = next(batches)
@@ -166,11 +166,11 @@ def test_versions_are_those_of_the_tokens(make, update):
 
 def test_servers_that_do_not_tell_versions(make, fake, update):
     """Tokens are as old as their request."""
-    fake._version_spans = False
+    fake.version_spans = False
     gate = Gate()
     collector = make(step=gate, max_staleness=1)
     batches = iter(collector)
-    collector._collection.start()
+    begin(collector)
     wait_until(lambda: len(gate.began) == 4)
     update(collector)
     gate.open_all()
@@ -309,7 +309,7 @@ def test_servers_that_fail_for_a_while(make, fake):
     collector = make(prompts=tasks(4), total_groups=4)
     batches = iter(collector)
     with fake.misbehaving("abort"):
-        collector._collection.start()
+        begin(collector)
         wait_until(lambda: collector.stats()["groups_retried"])
     taken = [position for batch in batches for position in positions(batch)]
     assert sorted(taken) == [0, 1, 2, 3]
@@ -356,12 +356,16 @@ def test_no_batch_in_time(make):
 
 @pytest.mark.parametrize("max_in_flight", [1, 3, 5])
 def test_a_limit_of_conversations(make, max_in_flight):
-    at_once, most = 0, 0
+    at_once, most, full = 0, 0, asyncio.Event()
 
     async def step(conversation, task):
         nonlocal at_once, most
         at_once += 1
         most = max(most, at_once)
+        if at_once >= max_in_flight:
+            full.set()
+        await full.wait()
+        # Any others that may start do so now.
         await asyncio.sleep(0.01)
         at_once -= 1
 
@@ -378,7 +382,7 @@ def test_a_pause_starts_no_groups(make, fake):
     collector = make(groups_per_batch=1, max_staleness=0)
     batches = iter(collector)
     with collector.pause():
-        collector._collection.start()
+        begin(collector)
         collector.timeouts = CollectorTimeouts(batch=0.1)
         with pytest.raises(CollectionTimeoutError):
             next(batches)
@@ -493,7 +497,7 @@ def test_writing_in_the_background(make, update):
     update(collector)
     wait_until(lambda: len(buffer) == 12)
     assert collector.getattr_rb("write_count") == 12
-    assert buffer._sampler.consumer_version == 1
+    assert buffer.sampler.consumer_version == 1
     assert int(buffer.sample()["policy_version"].min()) >= 0
     update(collector)
     wait_until(lambda: len(buffer) == 16)
@@ -502,7 +506,7 @@ def test_writing_in_the_background(make, update):
     buffer.empty()
     update(collector)
     wait_until(lambda: len(buffer) == 4)
-    assert buffer._sampler.consumer_version == 3
+    assert buffer.sampler.consumer_version == 3
     collector.async_shutdown()
     assert not collector.is_running()
 
@@ -516,7 +520,7 @@ def test_nothing_is_written_during_a_pause(make):
     wait_until(lambda: len(buffer) == 2)
     with collector.pause(resume=False):
         gate.open_all()
-        wait_until(lambda: collector._collection.pool.ready == 2)
+        wait_until(lambda: collector.stats()["groups_ready"] == 2)
         assert sorted(positions(buffer[:])) == [0, 1]
         state = collector.state_dict()["pool"]
     assert (state["consumed"], state["prompts"]["open"]) == (2, [2, 3])
@@ -555,7 +559,7 @@ def test_shutdown_ends_what_hangs(make, gate):
         gate.wait()
 
     collector = make(step=hangs)
-    collector._collection.start()
+    begin(collector)
     wait_until(lambda: "torchrl_sglang-functions" in own_threads())
     collector.shutdown(timeout=5.0)
     assert not collector.is_running()

@@ -214,7 +214,7 @@ def test_a_server_on_cpu_is_refused_before_it_starts(tiny_model_path):
         AsyncSGLang.from_pretrained(tiny_model_path, device="cpu", deterministic=True)
 
 
-def test_what_depends_on_timing_is_refused(make, policy, fake_engine):
+def test_arguments_that_depend_on_timing_are_refused(make, policy, fake_engine):
     make = partial(make, deterministic=True)
     with pytest.raises(ConfigurationError, match="max_staleness=0, got 1"):
         make()

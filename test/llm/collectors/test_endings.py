@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers.collecting import wait_until
+from helpers.collecting import begin
+from helpers.waiting import wait_until
 
 from torchrl_sglang import CollectorTimeouts
 from torchrl_sglang.errors import CollectionError
@@ -32,7 +33,7 @@ def test_a_shutdown_closes_what_is_open(make):
     collector = make(
         step=step, rewards=constant, group_size=8, groups_per_batch=1, max_staleness=1
     )
-    collector._collection.start()
+    begin(collector)
     wait_until(lambda: closed)
     collector.shutdown()
     assert sorted(closed) == sorted(opened)
@@ -77,14 +78,14 @@ def test_one_that_hangs_keeps_no_shutdown_waiting(make, gate, caplog):
         groups_per_batch=1,
         timeouts=CollectorTimeouts(shutdown=2.0),
     )
-    collector._collection.start()
+    begin(collector)
     wait_until(lambda: len(waiting) >= 2)
     collector.shutdown()
     wait_until(lambda: len(called) >= 2)
     assert "left for their end" in caplog.text
 
 
-def test_what_is_given_after_the_end_is_called_at_once(make, gate):
+def test_functions_registered_after_the_end_are_called_at_once(make, gate):
     """By a function that took too long, for example."""
     began, called = [], []
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
+from helpers.waiting import wait_until
 from tensordict import set_list_to_stack
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
@@ -106,14 +107,14 @@ def test_tokens_that_are_masked(make_with_env, update):
     assert (
         next(batches).get(("log_probs", "response"), as_list=True)[0].isfinite().all()
     )
-    wait_until(lambda: collector._collection.pool.ready == 1)
+    wait_until(lambda: collector.stats()["groups_ready"] == 1)
     update(collector)
     batch = next(batches)
     assert batch.get(("log_probs", "response"), as_list=True)[0].isnan().all()
     assert not batch.get(("masks", "all_assistant_mask"), as_list=True)[0].any()
 
 
-def test_what_is_no_environment(make_with_env):
+def test_values_that_are_no_environment_are_refused(make_with_env):
     with pytest.raises(ConfigurationError, match="a function that makes"):
         make_with_env(make_env())
     with pytest.raises(ConfigurationError, match="env=.* is a coroutine function"):

@@ -77,7 +77,7 @@ def test_an_engine_is_borne_for_a_time(failures, error):
     "error",
     [NotFiniteError("NaN"), RequestRefusedError("too long"), caused_by(KeyError())],
 )
-def test_what_an_engine_refuses_is_the_group_s_own(failures, error):
+def test_refused_requests_are_failures_of_their_group(failures, error):
     assert failures.failed(0, error, now=0.0).retry
     assert not failures.failed(0, error, now=0.0).engine_began
     assert not failures.failed(0, error, now=0.0).retry

@@ -24,18 +24,17 @@ def test_every_prompt_is_done_once(on_stale, seed):
     done: list[int] = []
     given_up: list[int] = []
     pool = make_pool(on_stale, on_close=done.append)
-    running: list[int] = []
+    running: list[tuple[int, int]] = []
     taken: list[int] = []
     for _ in range(400):
         action = rng.choice(["start", "start", "complete", "fail", "take", "update"])
         if action == "start":
-            running += [pool.start() for _ in range(pool.free())]
+            running += [(pool.start(), pool.version) for _ in range(pool.free())]
         elif action == "complete" and running:
-            position = running.pop(rng.randrange(len(running)))
-            oldest = pool._running[position]
+            position, oldest = running.pop(rng.randrange(len(running)))
             pool.complete(position, None, oldest=oldest, seconds=0.0)
         elif action == "fail" and running:
-            position = running.pop(rng.randrange(len(running)))
+            position, _ = running.pop(rng.randrange(len(running)))
             retry = rng.random() < 0.5
             pool.give_up(position, retry=retry)
             given_up += [] if retry else [position]
@@ -177,6 +176,7 @@ def test_no_group_is_overtaken_for_ever(on_stale, seed):
     update_share = rng.choice([0.0, 0.05, 0.3])
     pool = make_pool(on_stale)
     left: dict[int, int] = {}
+    oldest: dict[int, int] = {}
     started: list[int] = []
     taken: list[int] = []
     waited = 0
@@ -185,6 +185,7 @@ def test_no_group_is_overtaken_for_ever(on_stale, seed):
             position = pool.start()
             # One in ten is slow, also when it starts again.
             left[position] = rng.choice([40, *range(1, 10)])
+            oldest[position] = pool.version
             if position not in started:
                 started.append(position)
         for position in list(left):
@@ -195,8 +196,7 @@ def test_no_group_is_overtaken_for_ever(on_stale, seed):
             if rng.random() < 0.1:
                 pool.give_up(position, retry=True)
             else:
-                oldest = pool._running[position]
-                pool.complete(position, None, oldest=oldest, seconds=0.0)
+                pool.complete(position, None, oldest=oldest[position], seconds=0.0)
         batch = pool.take(3)
         if batch is None:
             waited += 1

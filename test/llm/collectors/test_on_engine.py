@@ -14,9 +14,10 @@ import aiohttp
 import pytest
 import torch
 from helpers import killed_runs
-from helpers.collecting import length_reward, tasks, wait_until
+from helpers.collecting import begin, length_reward, tasks
 from helpers.forked_starts import trainer_python
 from helpers.log_probs import TOLERANCE, score
+from helpers.waiting import wait_until
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
@@ -377,7 +378,7 @@ def test_a_server_that_dies_in_the_middle(tiny_model_path):
             groups_per_batch=2,
             total_groups=6,
         ) as collector:
-            collector._collection.start()
+            begin(collector)
             wait_until(lambda: collector.stats()["conversations_in_flight"])
             os.kill(engine.servers[0].pid, signal.SIGKILL)
             found = [answer for batch in collector for answer in answers(batch)]

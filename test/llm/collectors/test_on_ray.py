@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
 from helpers.log_probs import TOLERANCE, response_difference, score
 from helpers.ray_cluster import add_node, processes, ray_cluster
+from helpers.waiting import wait_until
 from tensordict import TensorDict
 from torchrl.collectors.llm import RayLLMCollector
 from torchrl.envs.llm import ChatEnv

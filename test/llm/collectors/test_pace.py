@@ -30,6 +30,7 @@ class Run:
     now: float = 0.0
     ages: Counter[int] = field(default_factory=Counter)
     left: dict[int, float] = field(default_factory=dict)
+    oldest: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.rng, self.steps = random.Random(0), random.Random(1)
@@ -48,6 +49,7 @@ class Run:
         for _ in range(free):
             position = pool.start()
             self.left[position] = self.group(self.rng)
+            self.oldest[position] = pool.version
         speed = min(1.0, self.room / max(len(self.left), 1))
         first = min(self.left.values(), default=math.inf) / speed
         seconds = max(min(until - self.now, more, first), 1e-6)
@@ -57,7 +59,7 @@ class Run:
             self.left[position] -= seconds * speed
             if self.left[position] <= 1e-9:
                 del self.left[position]
-                oldest = pool._running[position]
+                oldest = self.oldest[position]
                 pool.complete(position, None, oldest=oldest, seconds=self.now)
 
     def take(self, size: int, *, demand: bool) -> None:

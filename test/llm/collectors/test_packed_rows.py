@@ -57,7 +57,7 @@ def test_others_are_pickled_as_ever():
     assert found[2:] == [None, ()]
 
 
-def test_what_cannot_be_pickled():
+def test_values_that_cannot_be_pickled_are_refused():
     with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
         pack({"reward": lambda: 0})
     cloudpickle = pytest.importorskip("ray.cloudpickle")

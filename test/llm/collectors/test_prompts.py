@@ -322,7 +322,7 @@ def test_an_iterable_that_fails_does_not_end():
         (7, "got int"),
     ],
 )
-def test_what_is_no_source_of_prompts(given, message):
+def test_values_that_are_no_prompts_are_refused(given, message):
     with pytest.raises(ConfigurationError, match=message):
         make(given)
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
 from helpers.log_probs import TOLERANCE, difference, score
+from helpers.waiting import wait_until
 from torchrl.data import LazyStackStorage, ReplayBuffer, StalenessAwareSampler
 from torchrl.data.replay_buffers.ray_buffer import RayReplayBuffer
 from torchrl.modules.llm import TransformersWrapper
@@ -102,7 +103,7 @@ def test_weights_are_sent_again_while_a_batch_is_waited_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_an_actor_cannot_have(restored_engine, ray_here):
+def test_arguments_that_an_actor_cannot_have_are_refused(restored_engine, ray_here):
     """It is named: the argument, the function and what that uses."""
     lock = threading.Lock()
 

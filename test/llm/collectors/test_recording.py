@@ -59,7 +59,7 @@ def test_groups_and_batches_are_those_of_the_collector(make, tmp_path):
     assert run.collector or run.engine
 
 
-def test_a_group_that_fails_is_told_of(make, tmp_path):
+def test_a_group_that_fails_is_recorded(make, tmp_path):
     def reward(conversation, task):
         if task["query"].endswith("3"):
             raise RuntimeError("an odd prompt")

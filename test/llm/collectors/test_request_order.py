@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 import aiohttp
 import pytest
-from helpers.collecting import length_reward, tasks, wait_until
+from helpers.collecting import length_reward, tasks
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
 

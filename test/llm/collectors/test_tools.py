@@ -183,7 +183,7 @@ def test_turns_of_every_family_of_templates(run, template, prefer_tokens):
 
 @pytest.mark.parametrize("tag", ["1", "call_12345", "\\u00e912345678", "\\ud83d", ""])
 @pytest.mark.parametrize("template", ["mistral-nemo", "mistral-v3", "qwen3"])
-def test_what_a_model_writes_fits_its_template(run, template, tag):
+def test_calls_of_a_model_fit_its_template(run, template, tag):
     """Another id than nine letters and digits would end a collector with Mistral's."""
     call = write_call("add", {"a": 1, "b": 2}).replace(
         '"name"', f'"id": "{tag}", "name"'

@@ -124,7 +124,7 @@ def test_a_trainer_that_does_not_wait(make, update, actor):
         optim_steps_per_batch=1, async_collection=True,
     )  # fmt: skip
     trainer.train()
-    assert buffer._sampler.consumer_version == collector.policy_version >= ROUNDS
+    assert buffer.sampler.consumer_version == collector.policy_version >= ROUNDS
     assert len(buffer) >= 24
 
 

@@ -9,7 +9,8 @@ import random
 import time
 
 import pytest
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
+from helpers.waiting import wait_until
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 

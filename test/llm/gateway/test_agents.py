@@ -153,7 +153,7 @@ def test_an_agent_that_fails_drops_its_session_alone(
     assert len(gateway.sessions) == 4
 
 
-def test_a_wrong_signature_is_told_at_once(gateway):
+def test_a_wrong_signature_is_refused_at_once(gateway):
     async def agent(task, base_url):
         return 1.0
 

@@ -49,7 +49,7 @@ def reason(turn: Turn) -> str | None:
     ],
 )
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "deepseek-r1"])
-def test_what_the_tokens_prove_is_joined(
+def test_edits_that_keep_the_tokens_join_their_turn(
     name: str, text: str, stop: str | None, client: Client
 ) -> None:
     """Where no token ended a response, more may follow; twice in a row."""
@@ -127,7 +127,7 @@ def with_calls(*numbers: int) -> Client:
         (lambda reply: user("So?"), "response", "the response was left out"),
     ],
 )
-def test_what_nothing_proves_is_a_branch_with_a_reason(
+def test_unprovable_edit_starts_a_branch_and_says_why(
     client: Client, expected: str, told: str
 ) -> None:
     talk = Talk("qwen2.5", TOOLS)

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import openai
 import pytest
-from helpers.collecting import wait_until
+from helpers.waiting import wait_until
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.errors import GatewayError

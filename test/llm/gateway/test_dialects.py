@@ -211,6 +211,6 @@ def test_its_errors(gateway):
         ([*DIALECTS, *DIALECTS], "Two of dialects have /v1/chat/completions"),
     ],
 )
-def test_what_is_no_dialect(engine, dialects, message):
+def test_invalid_dialects_are_refused(engine, dialects, message):
     with pytest.raises(ConfigurationError, match=message):
         Gateway(engine, dialects=dialects)

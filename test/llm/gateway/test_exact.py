@@ -222,7 +222,7 @@ def check_turns(sessions, prompts):
         pytest.param(64, 8, 5, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_exported_is_what_was_computed(
+def test_exported_rows_are_the_computed_ones(
     grammar_engine, hf_model, tokenizer, count, turns, updates
 ):
     models = {}

@@ -77,7 +77,7 @@ def test_sessions_have_the_public_address(fake_engine: Any, path: str) -> None:
         ),
     ],
 )
-def test_what_is_no_public_address_is_refused(fake_engine: Any, wrong: Any) -> None:
+def test_invalid_public_addresses_are_refused(fake_engine: Any, wrong: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Gateway(fake_engine, public_url=wrong, api_key="sk-own")
     assert "secret" not in str(caught.value)

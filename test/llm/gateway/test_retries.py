@@ -126,7 +126,7 @@ async def test_a_repeated_request_gets_what_only_its_connection_has_taken(work):
 
 
 @shows
-async def test_what_the_latest_attempt_has_not_received_is_withdrawn(work):
+async def test_responses_that_the_latest_attempt_missed_are_withdrawn(work):
     """The first attempt may even end later: its client has given it up."""
     first, again = await work.ask(), await work.ask(RETRY, fails=True)
     work.begun[0].set_result(7)

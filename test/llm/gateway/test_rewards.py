@@ -128,7 +128,7 @@ def test_returns_are_the_closed_form(discount):
         torch.testing.assert_close(row["turn_returns"], expected[first:])
 
 
-def test_what_follows_a_turn_is_to_its_credit():
+def test_a_turn_is_credited_with_later_rewards():
     """Where it is in no row, as that of a summary that is not trained."""
     session = Session("s")
     session.is_trained = trained_rule("m")

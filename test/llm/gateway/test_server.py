@@ -85,7 +85,7 @@ DEEP = {"role": "assistant", "tool_calls": [{"function": NESTED}]}
         ),
     ],
 )
-def test_what_no_policy_reads_is_refused(session, path, body, told):
+def test_parameters_that_no_policy_reads_are_refused(session, path, body, told):
     answer = post(session, f"/v1/{path}", **body)
     assert answer.status_code == 400
     assert re.search(told, answer.json()["error"]["message"])
@@ -172,7 +172,7 @@ def test_sessions_do_not_open_each_other(gateway, session, name):
     assert len(gateway.sessions) == 2
 
 
-def test_what_a_session_holds_is_shown_to_those_with_its_key(gateway, session):
+def test_a_session_is_shown_to_holders_of_its_key(gateway, session):
     other = gateway.session()
     post(session)
 
@@ -444,7 +444,7 @@ def hanging_up(session, **body):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_no_client_saw_is_not_kept(
+def test_responses_that_no_client_saw_are_not_kept(
     fake_engine, monkeypatch, tmp_path, stream, kept
 ):
     """A client that hangs up when its answer is complete, but not sent."""
@@ -516,7 +516,7 @@ def test_the_same_request_asks_for_another_response(session):
         ),
     ],
 )
-def test_what_is_not_supported_is_refused(fake, session, body, words):
+def test_unsupported_fields_are_refused(fake, session, body, words):
     answer = post(session, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
@@ -537,7 +537,7 @@ def test_what_is_not_supported_is_refused(fake, session, body, words):
         ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "beginnings"),
     ],
 )
-def test_what_is_not_supported_is_refused_in_anthropics_dialect(session, body, words):
+def test_unsupported_fields_are_refused_in_anthropics_dialect(session, body, words):
     answer = post(session, "/v1/messages", **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
@@ -729,7 +729,7 @@ def test_tool_calls_and_reasoning_are_parsed(fake_engine):
         '<tool_call>\n{"name": \n</tool_call>',
     ],
 )
-def test_what_cannot_be_parsed_is_content(fake_engine, said):
+def test_unparsable_calls_are_content(fake_engine, said):
     with Gateway(fake_engine, tool_call_parser="qwen25") as gateway:
         session = gateway.session()
         asked = [{"role": "user", "content": said}]

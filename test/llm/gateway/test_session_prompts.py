@@ -57,7 +57,9 @@ def key(*messages: Mapping[str, Any], setting: Any = None) -> bytes:
         ),
     ],
 )
-def test_what_clients_change_has_the_same_key(one: list[Any], other: list[Any]) -> None:
+def test_fields_that_clients_change_leave_the_key_alone(
+    one: list[Any], other: list[Any]
+) -> None:
     assert key(*one) == key(*other)
     assert key(*one, setting=["a"]) != key(*other, setting=["b"])
 
@@ -180,7 +182,7 @@ def test_a_session_grows_with_what_is_said(plain: bool) -> None:
     assert held(80, plain=plain) < 2.5 * held(40, plain=plain)
 
 
-def test_a_long_conversation_is_told_and_forgotten() -> None:
+def test_a_long_conversation_is_refused_and_forgotten() -> None:
     """Python's limit of recursion does not apply to it."""
     session, turn = Session("s"), None
     for number in range(20_000):

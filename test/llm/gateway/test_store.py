@@ -14,9 +14,9 @@ import time
 
 import pytest
 import requests
-from helpers.collecting import wait_until
 from helpers.fake_server import FakeServer
 from helpers.forked_starts import trainer_python
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, Gateway
 from torchrl_sglang.chat.prompt_settings import PromptSettings

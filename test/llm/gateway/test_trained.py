@@ -106,7 +106,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_is_not_trained_is_masked_or_no_row(fake_engine, rule):
+def test_untrained_turns_are_masked_or_no_row(fake_engine, rule):
     """The title and the summary are no rows, the turn between is masked."""
     with Gateway(fake_engine, trained=rule) as gateway:
         session = talk(gateway.session())
@@ -125,7 +125,7 @@ def test_what_is_not_trained_is_masked_or_no_row(fake_engine, rule):
     assert row["next", "done"].item()
 
 
-def test_what_is_not_trained_has_no_gradient(fake_engine, hf_model, tokenizer):
+def test_untrained_turns_have_no_gradient(fake_engine, hf_model, tokenizer):
     with torch.no_grad():
         hf_model.lm_head.weight.mul_(0.02)
         hf_model.lm_head.weight[5:40].mul_(4)
@@ -175,7 +175,7 @@ def test_sessions_of_which_nothing_is_trained_have_no_row(fake_engine):
         (lambda turn: 1, "returned 1 for a turn"),
     ],
 )
-def test_wrong_rules_are_told(fake_engine, rule, told):
+def test_invalid_rules_are_refused(fake_engine, rule, told):
     def export():
         with Gateway(fake_engine, trained=rule) as gateway:
             post(gateway.session())

@@ -53,7 +53,7 @@ def test_float32_is_converted_a_bucket_at_a_time(same_gpu):
     scheme.shutdown()
 
 
-def test_what_was_shared_can_be_freed(same_gpu):
+def test_shared_memory_can_be_freed(same_gpu):
     """Many updates leave nothing with the parameters, and nothing of them behind."""
     scheme = SGLangWeightSyncScheme(same_gpu)
     sender = scheme.create_sender()

@@ -110,7 +110,7 @@ def test_the_memory_stays_open_and_new_values_arrive(shared):
     assert answer(shared)[4] == 0
 
 
-def test_what_was_shared_can_be_freed(shared):
+def test_shared_memory_can_be_freed(shared):
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = new_model(6)

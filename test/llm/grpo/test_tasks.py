@@ -122,7 +122,7 @@ def test_scores_are_those_of_the_data_set(reasoning, answer, text, part):
         ({"data": SUMS, "size": "many"}, "task.size must be an integer of at least 1"),
     ],
 )
-def test_what_is_refused(reasoning, task, message):
+def test_invalid_tasks_are_refused(reasoning, task, message):
     with pytest.raises(ConfigurationError) as caught:
         reasoning.arguments_of(task)
     assert message in str(caught.value)

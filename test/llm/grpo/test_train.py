@@ -136,7 +136,7 @@ def test_functions(train, tmp_path, monkeypatch):
         ([CPU, "prompts=nowhere.jsonl"], "there is no file 'nowhere.jsonl'"),
     ],
 )
-def test_what_is_refused(train, arguments, message):
+def test_invalid_settings_are_refused(train, arguments, message):
     with pytest.raises(ConfigurationError) as caught:
         train.read_arguments(arguments)
     assert message in str(caught.value)

@@ -163,7 +163,7 @@ def test_waiting_for_requests(fake, client):
         fake.wait_for("/generate", count=2, timeout=0.01)
 
 
-def test_what_hangs_ends_with_it(tiny_model_path, client):
+def test_hanging_requests_end_with_the_server(tiny_model_path, client):
     from helpers.fake_server import FakeServer
 
     from torchrl_sglang.support.event_loop import submit

@@ -116,7 +116,7 @@ async def waits(returns):
     return returns
 
 
-def test_what_is_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ConfigurationError, match="advantage=.* coroutine function"):
         GroupAdvantage(SIZE, waits)
     with pytest.raises(ConfigurationError, match="groups of 4; give the collector"):

@@ -103,7 +103,7 @@ def test_thresholds_of_several_criteria():
         ({"rejected": "dropped"}, "'masked', 'zeroed'"),
     ],
 )
-def test_what_is_refused(arguments, message):
+def test_invalid_settings_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         RolloutCorrectionConfig(**arguments)
 

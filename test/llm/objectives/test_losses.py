@@ -341,7 +341,7 @@ def test_a_correction_in_the_loss_is_that_of_the_transform(name, aggregation):
         assert loss.correction_metrics == pytest.approx(correct.metrics)
 
 
-def test_what_the_losses_refuse():
+def test_losses_refuse_invalid_arguments():
     case = make_case(2)
     actor = TableActor(case.logits)
     with pytest.raises(ConfigurationError, match="give it to OffPolicyCorrection"):

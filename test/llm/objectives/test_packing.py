@@ -218,7 +218,7 @@ def test_gradients_are_those_of_the_padded_pass(kind, change, strategy, tokenize
     batch = make_batch(make_case(4), "ragged")
     model = make_model(kind, PACKING[kind], torch.float64)
     # The others have no float64.
-    model.config._experts_implementation = "eager"
+    model.set_experts_implementation("eager")
     found = []
     for packing in (False, True):
         own = copy.deepcopy(model)

@@ -371,7 +371,7 @@ def test_terms_in_pieces(dtype, numbers, monkeypatch):
     assert gap < (0.05 if dtype == torch.bfloat16 else bound)
 
 
-def test_what_is_refused(case, tokenizer):
+def test_invalid_arguments_are_refused(case, tokenizer):
     model = make_model()
     loss = CorrectedGRPOLoss(actor_of(model, tokenizer), clip_epsilon=CLIP)
 
@@ -457,7 +457,7 @@ def test_no_second_copy_of_the_logits(most, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_was_replaced_before_stays(tokenizer):
+def test_earlier_forward_patch_is_kept(tokenizer):
     """As by a replay of routing, whose block is around this one."""
     actor = actor_of(make_model(), tokenizer)
     seen, forward = [], actor.forward

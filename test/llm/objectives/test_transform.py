@@ -345,7 +345,7 @@ def test_a_language_model_computes_its_log_probs(hf_model, tokenizer, strategy):
 
 
 @pytest.mark.parametrize("pad_output", [False, True])
-def test_what_the_wrapper_generates_can_be_corrected(fake_engine, pad_output):
+def test_batches_of_the_wrapper_can_be_corrected(fake_engine, pad_output):
     policy = SGLangWrapper(
         fake_engine,
         input_mode="tokens",

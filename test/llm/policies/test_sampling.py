@@ -116,7 +116,7 @@ def test_a_pydantic_class_is_its_json_schema(name):
 
 
 @pytest.mark.parametrize("value", [Answer(number=1), 5, ["a"], {"a": {1}}, object])
-def test_what_is_no_json_schema_is_refused(value):
+def test_invalid_json_schemas_are_refused(value):
     with pytest.raises(ConfigurationError, match="A JSON schema must be .*pydantic"):
         translate({"guided_json": value})
 
@@ -287,7 +287,7 @@ def test_samples_of_one_prompt_get_different_seeds():
         ({"structured_outputs": {"regx": "a"}}, ["regx", "regex"]),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(given, words):
+def test_unsupported_parameters_are_refused_by_name(given, words):
     with pytest.raises(ConfigurationError) as caught:
         translate(given)
     assert all(word in str(caught.value) for word in words)

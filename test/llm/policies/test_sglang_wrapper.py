@@ -220,7 +220,7 @@ def test_overrides_of_one_call(engine, tokenizer):
     assert fixed.sampling_params.temperature == 0.0
 
 
-def test_new_version_keeps_what_it_is_not_told_to_change(engine, tokenizer):
+def test_new_version_keeps_other_arguments(engine, tokenizer):
     wrapper = SGLangWrapper(
         engine,
         input_mode="text",
@@ -351,7 +351,9 @@ def test_wrong_arguments(engine, arguments, error, words):
         ({"num_generations": 8}, ["num_samples"]),
     ],
 )
-def test_wrong_sampling_parameters_are_told_at_construction(fake_engine, given, words):
+def test_invalid_sampling_parameters_are_refused_at_construction(
+    fake_engine, given, words
+):
     with pytest.raises(SGLangError) as caught:
         SGLangWrapper(fake_engine, generate_kwargs=given)
     assert all(word in str(caught.value) for word in words)

@@ -285,7 +285,7 @@ def test_a_clock_that_is_set_back_changes_no_order(tmp_path):
     assert len(json.loads(as_script(page_data([read], now=0.0)))["curves"]) > 5
 
 
-def test_groups_with_the_same_tokens_are_told_apart_by_their_batch(tmp_path):
+def test_groups_with_the_same_tokens_differ_by_their_batch(tmp_path):
     run = Recorded(tmp_path, groups=1, size=1)
     group = make_group(run.rng, 1, 1, BEGAN, 0)
     for number, began in enumerate((BEGAN, BEGAN + 1, BEGAN + 2), 1):

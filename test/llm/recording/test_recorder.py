@@ -10,7 +10,6 @@ import random
 import signal
 import subprocess
 import threading
-import time
 from functools import partial
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 import torch
 from helpers.forked_starts import trainer_python
 from helpers.recorded_runs import make_group
+from helpers.waiting import wait_until
 from msgspec.structs import replace
 from tensordict import LazyStackedTensorDict, TensorDict
 
@@ -130,13 +130,10 @@ def test_the_text_of_a_token_is_written_once(tmp_path):
     assert recorder.lost == 0
 
 
-def test_what_is_recorded_is_there_soon_without_a_close(tmp_path):
+def test_records_are_written_soon_without_a_close(tmp_path):
     recorder = RunRecorder(tmp_path)
     recorder.log({"loss": 0.5}, step=1)
-    deadline = time.monotonic() + 60
-    while not events(tmp_path, "metrics"):
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.01)
+    wait_until(lambda: events(tmp_path, "metrics"))
     recorder.close()
 
 
@@ -273,7 +270,7 @@ class Awkward:
     __repr__ = __str__
 
 
-def test_what_cannot_be_written_costs_one_warning(tmp_path, torchrl_warnings):
+def test_records_that_cannot_be_written_cost_one_warning(tmp_path, torchrl_warnings):
     recorder = RunRecorder(tmp_path)
 
     def fails():
@@ -297,7 +294,7 @@ def test_what_cannot_be_written_costs_one_warning(tmp_path, torchrl_warnings):
     assert events(tmp_path, "lost")[-1]["records"] == 12
 
 
-def test_what_comes_after_the_end_costs_a_warning(tmp_path, torchrl_warnings):
+def test_records_after_the_end_cost_a_warning(tmp_path, torchrl_warnings):
     with RunRecorder(tmp_path) as recorder:
         pass
     recorder.close()

@@ -151,7 +151,7 @@ def test_branches_of_a_gateway():
     assert found["gateway/branches_edited"] == 3
 
 
-def test_a_part_that_hangs_or_fails_is_left_out_and_told_of_later(engine):
+def test_a_part_that_hangs_or_fails_is_left_out_and_reported_later(engine):
     released = threading.Event()
 
     class Slow:
@@ -180,7 +180,7 @@ def test_a_part_that_hangs_or_fails_is_left_out_and_told_of_later(engine):
     assert patient.read()["gateway/turns"] == 3
 
 
-def test_what_was_done_before_is_not_counted(fake_engine):
+def test_work_before_the_first_reading_is_not_counted(fake_engine):
     def generate(count: int) -> None:
         fake_engine.generate(
             input_ids=[[5, 6]] * count, sampling_params={"max_new_tokens": 4}

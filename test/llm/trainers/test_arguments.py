@@ -146,7 +146,7 @@ def test_a_logger_is_told_of_arguments_alone(tmp_path):
         ({"rewards": of_verl}, "needs 'ground_truth', or 'reward_model'"),
     ],
 )
-def test_what_is_wrong_is_told_before_servers_are_started(wrong, message):
+def test_invalid_arguments_are_refused_before_servers_start(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
         GRPO(**{"model": "model", **GIVEN, **wrong})
 
@@ -240,7 +240,7 @@ def test_the_length_of_responses_has_one_meaning_under_both_names():
     assert run.sampling == {"max_new_tokens": 8, "temperature": 1.0}
 
 
-def test_a_folder_that_cannot_be_written_is_told(tmp_path):
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     run = GRPO("model", prompts=PROMPTS, rewards=brief, output=tmp_path / "file")
     with pytest.raises(ConfigurationError, match="Give another output"):

@@ -45,13 +45,13 @@ class Sampler(FakeServer):
         super().__init__(*arguments)
         self._deterministic, self._samples = True, Counter()
 
-    def _reply(self, item):
+    def reply(self, item):
         prompt = f"{item['input_ids']} {self.weight_version}"
         sample = f"{prompt} {self._samples[prompt]}"
         self._samples[prompt] += 1
         seed = zlib.crc32(sample.encode())
         params = item["sampling_params"] | {"sampling_seed": seed}
-        return super()._reply(item | {"sampling_params": params})
+        return super().reply(item | {"sampling_params": params})
 
 
 def right(conversation, task):

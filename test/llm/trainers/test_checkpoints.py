@@ -62,7 +62,7 @@ def test_a_run_that_never_trained_does_not_block_the_next(tmp_path):
     ]
 
 
-def test_what_is_trained_meanwhile_is_not_saved(tmp_path, monkeypatch):
+def test_training_during_a_save_is_not_saved(tmp_path, monkeypatch):
     """A save returns before it is written; the next one waits for it."""
     slow, write = threading.Event(), FileSystemWriter.write_data
 

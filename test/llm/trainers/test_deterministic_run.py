@@ -47,7 +47,9 @@ def make(tiny_model_path, tmp_path, monkeypatch):
         ({"deterministic": 1}, "deterministic"),
     ],
 )
-def test_what_depends_on_timing_is_refused(make, fake_engine, arguments, message):
+def test_arguments_that_depend_on_timing_are_refused(
+    make, fake_engine, arguments, message
+):
     with pytest.raises(ConfigurationError, match=message):
         make(engine=fake_engine, **arguments)
 

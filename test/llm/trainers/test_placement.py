@@ -154,6 +154,6 @@ def test_servers_that_run():
     check_placement(torch.nn.Linear(1, 1), urls, False, 0)
 
 
-def test_no_logger_is_told_a_key():
+def test_no_logger_gets_a_key():
     found = flatten({"engine": {"api_key": "secret", "urls": ["http://me:secret@a:1"]}})
     assert found == {"engine.api_key": "***", "engine.urls": "['http://***@a:1']"}

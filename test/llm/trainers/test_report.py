@@ -101,7 +101,7 @@ def test_tokens_of_an_agents_run_are_those_that_the_policy_wrote():
     assert found["batch/tokens"] == 8.0
 
 
-def test_what_was_cut_off_is_told_where_it_is_known():
+def test_cut_off_responses_are_reported_where_known():
     about = {"policy_version": 3, "group_size": 2}
     unknown = lazy_stack([row_of_agent(2, 50), row_of_agent(3, 9)])
     assert "batch/truncated" not in describe(unknown, **about)

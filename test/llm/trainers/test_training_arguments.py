@@ -49,7 +49,7 @@ def sgd(parameters):
         ({"lr": 1e-3, "optimizer": {"lr": 1.0}}, "lr=0.001 is not used"),
     ],
 )
-def test_what_would_be_ignored_or_fail_later_is_refused(wrong, message):
+def test_arguments_without_effect_or_that_fail_later_are_refused(wrong, message):
     with pytest.raises(ConfigurationError, match=message):
         make(**wrong)
 

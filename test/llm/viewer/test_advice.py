@@ -82,7 +82,7 @@ def test_few_answers_of_servers_do_not_tell_how_idle_they_are(tmp_path, steps, k
     assert ("fewer servers" in said, "do not generate" in said) == (known, known)
 
 
-def test_a_loop_that_tells_of_no_phases_is_told_how_to():
+def test_a_loop_without_phases_gets_advice_how_to_report_them():
     quiet = replace(BALANCED, waiting=0.12, training=0.0, sending=0.05, saving=0.0)
     said = advise(quiet)
     assert "83% of the time is in no phase" in said

@@ -72,7 +72,7 @@ def test_a_group_is_there_before_its_page(folder):
         ("none", 404, "no such page"),
     ],
 )
-def test_what_is_not_there_is_told(folder, path, code, text):
+def test_absent_pages_are_reported(folder, path, code, text):
     with serving(folder) as url:
         found = refusal(f"{url}{path}")
     assert found[0] == code

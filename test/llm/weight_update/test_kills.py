@@ -22,6 +22,7 @@ import torch
 from helpers import log_probs
 from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE
+from helpers.waiting import wait_until
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -104,10 +105,7 @@ def test_a_server_that_is_killed(owned, tokenizer, path, number):
         difference(engine, model)
     assert time.monotonic() - start < 60
     # Started again, it holds the checkpoint's weights, and waits.
-    deadline = time.monotonic() + RESTART_SECONDS
-    while engine.stats().servers[0].state != "stale":
-        assert time.monotonic() < deadline, engine.stats()
-        time.sleep(0.2)
+    wait_until(lambda: engine.stats().servers[0].state == "stale", report=engine.stats)
     with pytest.raises(WeightSyncStateError, match=r"send the\s+weights"):
         difference(engine, model)
     model = make_tiny_model(tokenizer, seed=53)

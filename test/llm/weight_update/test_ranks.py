@@ -177,7 +177,7 @@ def test_a_server_that_is_gone(ranks):
         assert answer["seconds"] < 60
 
 
-def test_errors_of_others_are_told_as_ours(ranks):
+def test_an_error_of_one_rank_is_raised_by_every_rank(ranks):
     first, second = ranks("other_error")
     assert first["error"] == "ZeroDivisionError"
     assert second["error"] == "WeightTransferError"

@@ -9,9 +9,9 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from helpers.collecting import wait_until
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -213,7 +213,7 @@ def test_a_server_that_returns_after_the_others(launched, make_sender):
     sender, second = make_sender(engine), threading.Event()
     sender.update_weights()
     starts = iter((lambda: None, lambda: second.wait(30)))
-    launcher._at_start = lambda server: next(starts)()
+    launcher.at_start = lambda server: next(starts)()
     for handle in launcher.handles[:2]:
         handle.vanish()
     wait_until(lambda: engine.awaits_weights)
@@ -235,7 +235,7 @@ def test_nobody_is_left_to_compare_with(launched, make_sender):
     new.routes["/end_weight_update"] = lambda content: (
         engine._fleet.notice_deaths() or end(content)
     )
-    launcher._at_start = lambda server: time.sleep(2)
+    launcher.at_start = lambda server: time.sleep(2)
     before = sender.stats().failures
     with pytest.raises(WeightTransferError, match="No server is left that .* compared"):
         sender.update_new_servers()
@@ -281,10 +281,10 @@ def test_an_update_that_is_refused_beside_another(connected, make_sender):
 def test_another_sender_closes_its_session_just_then(connected, make_sender):
     server, engine = connected()
     sender = make_sender(engine, control_timeout=0.5)
-    end, server._in_session = server.routes["/end_weight_update"], True
+    end, server.in_session = server.routes["/end_weight_update"], True
 
     def ended_before(content):
-        server._in_session = False
+        server.in_session = False
         server.routes["/end_weight_update"] = end
         return end(content)
 
@@ -381,7 +381,9 @@ def test_a_server_that_cannot_be_compared(connected, make_sender, verified):
         engine.generate(**ASKED)
 
 
-def test_what_waited_for_other_weights_waits_on(connected, make_sender, verified):
+def test_requests_that_wait_for_other_weights_go_on_waiting(
+    connected, make_sender, verified
+):
     """A request that came during the update is sent to paused servers only."""
     server, engine = connected()
     asked, load, held = threading.Event(), server.routes[TENSORS], []
@@ -461,7 +463,7 @@ def test_an_adapter_that_a_server_is_still_given(launched, make_sender, hf_model
         load = server.routes[route]
         server.routes[route] = lambda content: given.wait(10) and load(content)
 
-    launcher._at_start = at_start
+    launcher.at_start = at_start
     launcher.handles[-1].vanish()
     wait_until(lambda: len(launcher.handles) == 3 and len(engine.control.urls) == 2)
     wait_until(lambda: "adapters" in engine.stats().servers[1].reason)

@@ -103,7 +103,7 @@ def test_tensors_are_kept_from_a_draft_of_its_own(
         ({}, "keep", None),
     ],
 )
-def test_what_an_update_does_to_a_draft_can_be_chosen(
+def test_effect_of_an_update_on_a_draft_can_be_chosen(
     connect, hf_model, tmp_path, server_args, draft, selector
 ):
     server, engine = connect(server_args)
@@ -171,7 +171,7 @@ CHANGES = ("/pause_generation", "/begin_weight_update", "/update_weights_from_di
         ({"quantization": "w8a8_int8"}, False, "broadcast", "auto", "LoRA adapter"),
     ],
 )
-def test_what_would_break_a_server_is_refused_before_anything_is_sent(
+def test_updates_that_would_break_a_server_are_refused_before_sending(
     connect, hf_model, tmp_path, server_args, sessions, transport, draft, why
 ):
     server, engine = connect(server_args, sessions=sessions)
@@ -206,7 +206,7 @@ def test_a_quantised_checkpoint(connect, hf_model, tmp_path, tiny_model_path):
             update(engine, hf_model, "cuda_ipc", tmp_path)
 
 
-def test_what_real_servers_take(any_engine):
+def test_real_servers_take_every_field_that_is_sent(any_engine):
     """The routes of each generation name the fields that this package sends."""
     capabilities = any_engine.capabilities
     assert capabilities.draft is None

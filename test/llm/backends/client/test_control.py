@@ -112,7 +112,7 @@ def test_refusals_say_why(two):
 def test_older_servers_have_no_sessions(two):
     control, one, other = two
     older = dataclasses.replace(control.capabilities, needs_update_session=False)
-    control = ControlPlane(control._http, Fixed(control.urls), older)
+    control = ControlPlane(HttpClient(), Fixed(control.urls), older)
     run_sync(control.begin_weight_update())
     run_sync(control.end_weight_update())
     for server in (one, other):

@@ -104,7 +104,7 @@ def test_mixtures_are_listed_as_a_checkpoint_holds_them(tmp_path, kind):
     assert taken | (held.keys() - fused.keys()) == saved.keys()
 
 
-def test_what_is_no_parameter_keeps_its_type():
+def test_buffers_keep_their_type():
     found = metadata_from_config(MIXTURES["DeepSeek"](), torch.bfloat16)
     assert {name for name, (dtype, _) in found.items() if dtype != torch.bfloat16} == {
         "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -137,7 +137,7 @@ def test_a_replaced_adapter_lingers_and_is_not_kept_for_ever(engine):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_what_retires_makes_room(engine, pinned):
+def test_retiring_adapters_make_room(engine, pinned):
     limits = {"most_pinned": 2} if pinned else {"most_loaded": 2}
     engine.load("a@1#1", pinned=pinned, **limits)
     engine.load("a@2#2", pinned=pinned, **limits)
@@ -158,7 +158,7 @@ def test_servers_that_are_full_are_not_sent_one_more(engine):
     assert engine.adapters.loading.full == 2
 
 
-def test_what_one_server_does_not_take_is_dropped_by_all(engine):
+def test_an_adapter_that_one_server_refuses_is_dropped_by_all(engine):
     engine.load("a@1#1")
     engine.offer("a@2#2")
     engine.sent(1, "a@2#2", FAILED)
@@ -269,7 +269,7 @@ def test_a_fleet_that_was_closed_begins_nothing(engine):
     assert engine.tick(2 * LINGER_SECONDS) == []
 
 
-def test_no_server_is_told_of_what_nobody_runs(engine):
+def test_an_adapter_costs_no_call_while_no_server_runs(engine):
     engine.state = replace(
         engine.state,
         replicas=tuple(replace(r, state="down") for r in engine.state.replicas),

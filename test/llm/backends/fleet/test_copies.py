@@ -9,14 +9,13 @@ from functools import partial
 
 import pytest
 from aiohttp import web
-from helpers.collecting import wait_until
 from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import WeightSyncStateError, WeightTransferError
-from torchrl_sglang.support.event_loop import run_sync
 
 ASKED = {
     "input_ids": [5, 6, 7],
@@ -59,11 +58,6 @@ def send(stack, hf_model):
     return send
 
 
-def follow(copy) -> None:
-    """Does at once what a copy's watch does every two seconds."""
-    run_sync(copy._supervisor._follow(copy._fleet))
-
-
 def test_a_foreign_server_is_used_when_it_has_been_updated(
     launched, copied, send, stack, tiny_model_path
 ):
@@ -74,7 +68,6 @@ def test_a_foreign_server_is_used_when_it_has_been_updated(
     foreign = stack.enter_context(FakeServer(tiny_model_path))
     foreign.weight_version = "1"
     engine.add_servers(foreign.url)
-    follow(copy)
     copy.look_at_servers()
     for _ in range(4):
         copy.generate(**ASKED)
@@ -117,7 +110,7 @@ def test_a_server_that_leaves_during_a_copy_s_update(launched, copied):
     before = copy.control.membership_epoch
     with copy.weight_update() as update:
         engine.remove_servers(launcher.handles[1].url, drain_timeout=0)
-        follow(copy)
+        copy.look_at_servers()
         update.commit("1")
     assert copy.get_world_size() == 1
     assert copy.control.membership_epoch > before

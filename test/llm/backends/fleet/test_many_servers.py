@@ -74,7 +74,7 @@ def test_sessions(engine, three):
 
 
 @pytest.mark.parametrize("fault", ["hang_up", "hang_up_mid_body", "error_500"])
-def test_what_one_server_drops_the_others_answer(engine, three, fault):
+def test_requests_that_one_server_drops_are_answered_by_others(engine, three, fault):
     with three[0].misbehaving(fault):
         answers = engine.generate(input_ids=prompts(30), sampling_params=SHORT)
     assert [answer.token_ids[0] for answer in answers] == [p[0] for p in prompts(30)]
@@ -86,7 +86,7 @@ def test_what_one_server_drops_the_others_answer(engine, three, fault):
 
 
 @pytest.mark.parametrize("fault", ["malformed_json", "short_tokens", "abort_400"])
-def test_what_is_no_matter_of_the_connection_is_not_sent_again(engine, three, fault):
+def test_refused_requests_are_not_sent_again(engine, three, fault):
     with ExitStack() as stack:
         for fake in three:
             stack.enter_context(fake.misbehaving(fault))
@@ -339,7 +339,7 @@ next(answers)
 
 
 def test_nobody_is_healthy_where_nobody_runs(engine, three):
-    replicas = engine._fleet.replicas
+    replicas = engine.replicas
     lost = tuple(replace(each, state="lost") for each in replicas)
     engine._fleet.change(lambda state: replace(state, replicas=lost))
     assert not engine.health()
@@ -359,10 +359,10 @@ def test_a_forked_child_uses_the_same_servers(engine, three):
             target=generate_elsewhere, args=(engine,)
         )
         # Only what hangs is the parent's.
-        faults, three[0]._faults = three[0]._faults, {}
+        faults, three[0].faults = three[0].faults, {}
         child.start()
         child.join(60)
-        three[0]._faults = faults
+        three[0].faults = faults
         assert child.exitcode == 0
         engine.abort()
         with pytest.raises(GenerationAbortedError):

@@ -124,7 +124,7 @@ def test_the_router_comes_first():
     assert set(picks(fleet)) == set(URLS)
 
 
-def test_what_failed_is_tried_last():
+def test_a_server_that_failed_is_tried_last():
     fleet = make_fleet()
     fleet.failed(URLS[0])
     assert set(picks(fleet)) == set(URLS[1:])

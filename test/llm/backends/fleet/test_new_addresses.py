@@ -5,12 +5,13 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from aiohttp import web
-from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
+from helpers.fake_launcher import FakeLauncher, make_engine
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.fleet.reconcile import Silent
@@ -28,32 +29,12 @@ LONG = {"max_new_tokens": 140}
 """A response that is streamed."""
 
 
-@pytest.fixture
-def launcher(tiny_model_path: str) -> Iterator[FakeLauncher]:
-    launcher = FakeLauncher(tiny_model_path, directory=FakeDirectory())
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture
-def engine(launcher: FakeLauncher) -> Iterator[AsyncSGLang]:
-    with make_engine(launcher) as engine:
-        yield engine
-
-
-def until(holds: Callable[[], bool], seconds: float = SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def states(engine: AsyncSGLang) -> list[str]:
-    return [replica.state for replica in engine._fleet.replicas]
+    return [replica.state for replica in engine.replicas]
 
 
 def urls(engine: AsyncSGLang) -> list[str]:
-    return [replica.url for replica in engine._fleet.replicas]
+    return [replica.url for replica in engine.replicas]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -66,18 +47,18 @@ def whole(prompt: list[int]) -> list[int]:
 
 def test_a_server_that_is_started_again_elsewhere(engine, launcher):
     first, second = launcher.handles
-    epoch = engine._fleet.membership_epoch
+    epoch = engine.control.membership_epoch
     engine.generate(
         input_ids=prompts(4), sampling_params=LONG, session_ids=["a", "b", "c", "d"]
     )
     first.vanish()
-    until(lambda: len(launcher.handles) == 3 and states(engine) == ["serving"] * 2)
+    wait_until(lambda: len(launcher.handles) == 3 and states(engine) == ["serving"] * 2)
     third = launcher.handles[2]
     assert urls(engine) == [third.url, second.url]
-    assert engine._fleet.membership_epoch > epoch
+    assert engine.control.membership_epoch > epoch
     assert [server.url for server in engine.servers] == urls(engine)
     assert [place.url for place in engine.placements] == urls(engine)
-    assert engine._fleet.replicas[0].location.host == third.host
+    assert engine.replicas[0].location.host == third.host
     assert [server.url for server in engine.stats().servers] == urls(engine)
     assert engine.server_url == third.url
     before = len(first.server.requests)
@@ -99,7 +80,7 @@ def test_requests_to_a_machine_that_vanished_go_on_with_their_tokens(engine, lau
     with ThreadPoolExecutor(1) as pool, first.server.misbehaving("hang_mid_stream"):
         call = pool.submit(engine.generate, input_ids=batch, sampling_params=LONG)
         first.server.wait_for("/generate", 3)
-        until(lambda: len(second.server.payloads()) == 3)
+        wait_until(lambda: len(second.server.payloads()) == 3)
         time.sleep(0.2)
         first.vanish()
         answers = call.result(SECONDS)
@@ -121,18 +102,18 @@ def test_a_control_call_to_a_machine_that_vanished_fails_at_once(engine, launche
 
 
 def test_weights_come_before_requests(engine, launcher):
-    with engine._fleet.weight_update() as update:
+    with engine.weight_update() as update:
         for handle in launcher.handles:
             handle.server.weight_version = "3"
         update.commit("3")
     first, second = launcher.handles
     first.vanish()
-    until(lambda: states(engine) == ["stale", "serving"])
+    wait_until(lambda: states(engine) == ["stale", "serving"])
     third = launcher.handles[2]
     engine.generate(input_ids=prompts(6), sampling_params=LONG)
     assert third.server.payloads() == []
     # An update sends it the weights, too.
-    with engine._fleet.weight_update() as update:
+    with engine.weight_update() as update:
         assert engine.control.urls == (third.url, second.url)
         for handle in (second, third):
             handle.server.weight_version = "4"
@@ -144,9 +125,9 @@ def test_weights_come_before_requests(engine, launcher):
 def test_a_machine_that_vanishes_in_an_update(engine, launcher):
     """What comes back elsewhere has not taken part."""
     first, second = launcher.handles
-    with engine._fleet.weight_update() as update:
+    with engine.weight_update() as update:
         first.vanish()
-        until(lambda: len(launcher.handles) == 3 and "down" not in states(engine))
+        wait_until(lambda: len(launcher.handles) == 3 and "down" not in states(engine))
         # The update goes on to fail at the address where the server was.
         assert engine.control.urls == (first.url, second.url)
         assert [each.url for each in engine.placements] == [first.url, second.url]
@@ -162,11 +143,11 @@ def test_a_copy_that_polls_a_machine_that_vanished_follows(engine, launcher):
     first = launcher.handles[0]
     first.server.vanish()
     before = len(first.server.requests)
-    asked = copy._fleet.replicas[0]
+    asked = copy.replicas[0]
     copy._fleet.apply(Silent(asked=asked, reason="It is gone."))
-    until(lambda: len(first.server.requests) > before)
+    wait_until(lambda: len(first.server.requests) > before)
     first.vanish()
-    until(lambda: states(copy) == ["serving"] * 2, 25)
+    wait_until(lambda: states(copy) == ["serving"] * 2, 25)
     assert urls(copy) == urls(engine)
     copy.shutdown()
 
@@ -184,8 +165,8 @@ def test_a_copy_follows_its_engine(engine, launcher):
         # Only its engine knows that the machine is gone.
         answers = call.result(SECONDS)
     assert [answer.token_ids for answer in answers] == [whole(each) for each in batch]
-    until(lambda: states(engine) == ["serving"] * 2)
-    until(lambda: urls(copy) == urls(engine) and states(copy) == ["serving"] * 2)
+    wait_until(lambda: states(engine) == ["serving"] * 2)
+    wait_until(lambda: urls(copy) == urls(engine) and states(copy) == ["serving"] * 2)
     third = launcher.handles[2]
     before = len(third.server.payloads())
     copy.generate(input_ids=batch, sampling_params=LONG)
@@ -198,20 +179,20 @@ def test_a_copy_follows_its_engine(engine, launcher):
 def test_a_copy_gives_a_moved_server_no_requests_before_it_has_the_weights(
     engine, launcher
 ):
-    with engine._fleet.weight_update() as update:
+    with engine.weight_update() as update:
         for handle in launcher.handles:
             handle.server.weight_version = "3"
         update.commit("3")
     copy = pickle.loads(pickle.dumps(engine))
     copy.generate(input_ids=prompts(2), sampling_params=LONG)
     launcher.handles[0].vanish()
-    until(lambda: states(engine) == ["stale", "serving"])
-    until(lambda: urls(copy) == urls(engine))
+    wait_until(lambda: states(engine) == ["stale", "serving"])
+    wait_until(lambda: urls(copy) == urls(engine))
     copy.generate(input_ids=prompts(6), sampling_params=LONG)
     third = launcher.handles[2].server
     assert third.payloads() == []
     third.weight_version = "3"
-    until(lambda: states(copy) == ["serving"] * 2)
+    wait_until(lambda: states(copy) == ["serving"] * 2)
     copy.generate(input_ids=prompts(6), sampling_params=LONG)
     assert third.payloads()
 
@@ -241,17 +222,17 @@ def test_requests_behind_a_router_whose_server_vanished(routed, launcher):
         first.server.wait_for("/generate", 3)
         second.server.wait_for("/generate", 3)
         # For these alone: what is sent again must not hang, too.
-        second.server._faults.clear()
+        second.server.faults.clear()
         first.vanish()
         # What the other server had begun is taken back, too, and goes on there.
-        until(lambda: len(second.server.payloads("/abort_request")) >= 3)
+        wait_until(lambda: len(second.server.payloads("/abort_request")) >= 3)
         answers = call.result(SECONDS)
     assert [answer.token_ids for answer in answers] == [whole(each) for each in batch]
-    until(lambda: states(routed) == ["serving"] * 2)
+    wait_until(lambda: states(routed) == ["serving"] * 2)
     third = launcher.handles[2]
-    until(lambda: routed._fleet.state.in_router == {second.url, third.url})
-    workers = dict(run_sync(routed._fleet.router.workers()))
-    assert workers == {second.url: True, third.url: True}
+    healthy = {second.url: True, third.url: True}
+    router = routed._fleet.router
+    wait_until(lambda: dict(run_sync(router.workers())) == healthy)
     routed.generate(input_ids=batch, sampling_params=LONG)
     assert third.server.payloads()
 

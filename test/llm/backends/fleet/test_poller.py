@@ -13,16 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
+from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet import loop, observe
 from torchrl_sglang.backends.fleet.adapter_calls import AdapterCalls
 from torchrl_sglang.backends.fleet.loop import Supervisor
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
-from torchrl_sglang.backends.fleet.reconcile import RestartNoticed, Suspected
+from torchrl_sglang.backends.fleet.reconcile import RestartNoticed
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.errors import (
     ServerTimeoutError,
@@ -53,18 +55,11 @@ def engine(three):
 
 
 def states(engine) -> list[str]:
-    return states_of(engine._fleet)
+    return states_of(engine)
 
 
 def states_of(fleet) -> list[str]:
     return [replica.state for replica in fleet.replicas]
-
-
-def wait_for(condition, seconds=60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def versions(engine, count=12) -> set[str]:
@@ -83,7 +78,7 @@ def test_one_that_was_stale_is_taken_back(three):
         assert versions(engine) == {"5"}
         assert three[0].payloads() == []
         three[0].weight_version = "5"
-        wait_for(lambda: states(engine) == ["serving"] * 3)
+        wait_until(lambda: states(engine) == ["serving"] * 3)
         assert versions(engine) == {"5"}
         assert three[0].payloads()
 
@@ -96,7 +91,7 @@ def test_one_that_was_away_when_the_engine_was_made(three):
         assert versions(engine) == {"5"}
         three[0].restart()
         three[0].weight_version = "5"
-        wait_for(lambda: states(engine) == ["serving"] * 3)
+        wait_until(lambda: states(engine) == ["serving"] * 3)
     for server in three:
         server.die()
     with pytest.raises(ServerUnavailableError):
@@ -113,7 +108,7 @@ def test_one_that_was_started_again_costs_no_answer(engine, three):
     # Another engine object sends newer ones to all.
     for server in three:
         server.weight_version = "6"
-    wait_for(lambda: states(engine) == ["serving"] * 3)
+    wait_until(lambda: states(engine) == ["serving"] * 3)
     assert versions(engine) == {"6"}
     assert engine.weight_version == "6"
 
@@ -121,39 +116,39 @@ def test_one_that_was_started_again_costs_no_answer(engine, three):
 def test_one_that_is_away_comes_back(engine, three):
     three[2].die()
     assert versions(engine) == {"5"}
-    wait_for(lambda: states(engine) == ["serving", "serving", "down"])
+    wait_until(lambda: states(engine) == ["serving", "serving", "down"])
     # Weights go to those that are there.
     with engine.weight_update() as update:
         assert engine.control.urls == (three[0].url, three[1].url)
         update.commit("6")
     three[0].weight_version = three[1].weight_version = "6"
     three[2].restart()
-    wait_for(lambda: states(engine) == ["serving", "serving", "stale"])
+    wait_until(lambda: states(engine) == ["serving", "serving", "stale"])
     three[2].weight_version = "6"
-    wait_for(lambda: states(engine) == ["serving"] * 3)
+    wait_until(lambda: states(engine) == ["serving"] * 3)
 
 
 def test_one_that_comes_back_as_another(engine, three):
     """It does not stand in for the others, and its reason says why."""
     three[0].die()
     assert versions(engine) == {"5"}
-    wait_for(lambda: states(engine)[0] == "down")
+    wait_until(lambda: states(engine)[0] == "down")
     three[0].restart()
-    three[0]._context = 512
-    wait_for(lambda: "max_context" in engine.stats().servers[0].reason)
+    three[0].context = 512
+    wait_until(lambda: "max_context" in engine.stats().servers[0].reason)
     assert states(engine)[0] == "down"
 
 
 def test_a_copy_follows_too(engine, three):
     three[0].die()
     assert versions(engine) == {"5"}
-    wait_for(lambda: states(engine)[0] == "down")
+    wait_until(lambda: states(engine)[0] == "down")
     copy = pickle.loads(pickle.dumps(engine))
     assert states(copy) == ["stale", "serving", "serving"]
     three[0].restart()
     three[0].weight_version = "5"
     assert versions(copy) == {"5"}
-    wait_for(lambda: states(copy) == ["serving"] * 3)
+    wait_until(lambda: states(copy) == ["serving"] * 3)
     copy.shutdown()
 
 
@@ -165,7 +160,7 @@ def test_the_only_one_is_started_again(three):
         with pytest.raises(WeightSyncStateError, match="send the weights"):
             versions(engine)
         server.weight_version = "6"
-        wait_for(lambda: states(engine) == ["serving"])
+        wait_until(lambda: states(engine) == ["serving"])
         assert versions(engine) == {"6"}
 
 
@@ -179,7 +174,7 @@ def test_the_only_one_is_killed(three, caplog):
             server.die()
             with pytest.raises(ServerUnavailableError):
                 versions(engine)
-            wait_for(lambda: engine.problems, seconds=10)
+            wait_until(lambda: engine.problems, seconds=10)
             (problem,) = engine.problems
             assert problem.startswith(f"The server at {server.url} is unreachable. ")
             (told,) = engine.stats().servers
@@ -189,10 +184,10 @@ def test_the_only_one_is_killed(three, caplog):
                 versions(engine)
             server.restart()
             server.weight_version = "5"
-            wait_for(lambda: not engine.problems)
+            wait_until(lambda: not engine.problems)
             assert engine.stats().servers[0].state == "serving"
             assert versions(engine) == {"5"}
-            wait_for(engine._supervisor._tasks["watch"].done)
+            wait_until(engine._supervisor._tasks["watch"].done)
     finally:
         torchrl_logger.removeHandler(caplog.handler)
     assert caplog.text.count("the only one that serves, does not answer") == 1
@@ -205,20 +200,20 @@ def test_some_of_them_are_killed(engine, three, caplog):
         for server in three[:2]:
             server.die()
         assert versions(engine) == {"5"}
-        wait_for(lambda: len(engine.problems) == 2, seconds=10)
+        wait_until(lambda: len(engine.problems) == 2, seconds=10)
         for server, problem in zip(three, engine.problems, strict=False):
             assert problem.startswith(f"The server at {server.url} is down. ")
         for server in three[:2]:
             server.restart()
             server.weight_version = "5"
-        wait_for(lambda: not engine.problems)
+        wait_until(lambda: not engine.problems)
     finally:
         torchrl_logger.removeHandler(caplog.handler)
     assert caplog.text.count("gets no requests until it answers") == 2
     assert caplog.text.count("serves again, after") == 2
 
 
-def test_one_that_hangs_is_told_of_and_its_requests_go_elsewhere(
+def test_a_hanging_server_is_reported_and_its_requests_go_elsewhere(
     engine, three, caplog, monkeypatch
 ):
     """Of another owner, who alone can start it again."""
@@ -237,7 +232,7 @@ def test_one_that_hangs_is_told_of_and_its_requests_go_elsewhere(
             (problem,) = engine.problems
             assert problem.startswith(f"The server at {hanging.url} is down. ")
             assert "did not generate" in caplog.text
-        wait_for(lambda: not engine.problems)
+        wait_until(lambda: not engine.problems)
     finally:
         torchrl_logger.removeHandler(caplog.handler)
     assert versions(engine) == {"5"}
@@ -261,7 +256,7 @@ def test_all_of_them_are_away_for_a_while(engine, three):
     for server in three:
         server.restart()
         server.weight_version = "5"
-    wait_for(lambda: states(engine) == ["serving"] * 3)
+    wait_until(lambda: states(engine) == ["serving"] * 3)
     assert versions(engine) == {"5"}
 
 
@@ -270,11 +265,11 @@ def test_servers_that_work_are_not_asked(engine, three):
     assert "poll" not in engine._supervisor._tasks
     three[0].die()
     versions(engine)
-    wait_for(lambda: states(engine)[0] == "down")
+    wait_until(lambda: states(engine)[0] == "down")
     three[0].restart()
     three[0].weight_version = "5"
-    wait_for(lambda: states(engine) == ["serving"] * 3)
-    wait_for(engine._supervisor._tasks["watch"].done)
+    wait_until(lambda: states(engine) == ["serving"] * 3)
+    wait_until(engine._supervisor._tasks["watch"].done)
 
 
 def test_an_engine_that_watches_can_be_dropped(three):
@@ -284,16 +279,16 @@ def test_an_engine_that_watches_can_be_dropped(three):
     assert not engine._supervisor._tasks["watch"].done()
     fleet = weakref.ref(engine._fleet)
     del engine
-    wait_for(lambda: gc.collect() >= 0 and fleet() is None)
+    wait_until(lambda: gc.collect() >= 0 and fleet() is None)
 
 
 def test_an_update_of_another_engine_is_not_disturbed(engine, three):
     """Some have the newer weights already; the others follow."""
     three[0].weight_version = "6"
-    engine._fleet.apply(Suspected())
-    wait_for(lambda: states(engine) == ["serving", "stale", "stale"])
+    engine.look_at_servers()
+    wait_until(lambda: states(engine) == ["serving", "stale", "stale"])
     three[1].weight_version = three[2].weight_version = "6"
-    wait_for(lambda: states(engine) == ["serving"] * 3)
+    wait_until(lambda: states(engine) == ["serving"] * 3)
     assert engine.weight_version == "6"
 
 
@@ -329,9 +324,9 @@ def test_an_adapter_of_a_copy_survives_a_restart(three, count):
         three[0].restart()
         three[0].weight_version = "5"
         # Without them it would compute requests with the base model.
-        wait_for(lambda: sorted(names(three[0])) == ["policy@6", "style~"])
+        wait_until(lambda: sorted(names(three[0])) == ["policy@6", "style~"])
         for each in (engine, copy):
-            wait_for(lambda each=each: states(each) == ["serving"] * count)
+            wait_until(lambda each=each: states(each) == ["serving"] * count)
             answers = each.generate(input_ids=[[5]] * 6, sampling_params=SHORT)
             assert {answer.adapter_version for answer in answers} == {"6"}
             answers = each.generate(input_ids=[[5]] * 6, adapter="style")
@@ -342,14 +337,14 @@ def test_an_adapter_that_was_loaded_while_a_server_was_cut_off(engine, three):
     """It is the same start, and lacks what the others have."""
     cut_off = three[2]
     engine.look_at_servers()
-    cut_off._dead = True
+    cut_off.dead = True
     engine.look_at_servers()
     assert states(engine) == ["serving", "serving", "down"]
     engine.load_adapter("style", **adapter())
     assert names(cut_off) == []
     before = len(cut_off.payloads())
-    cut_off._dead = False
-    wait_for(lambda: states(engine) == ["serving"] * 3)
+    cut_off.dead = False
+    wait_until(lambda: states(engine) == ["serving"] * 3)
     assert names(cut_off) == ["style~"]
     answers = engine.generate(input_ids=[[5]] * 6, adapter="style")
     assert {answer.adapter for answer in answers} == {"style"}
@@ -365,7 +360,7 @@ def test_newer_weights_do_not_stand_in_for_an_adapter(engine, three):
     # Another engine object sends newer weights to all.
     for server in three:
         server.weight_version = "6"
-    wait_for(lambda: states(engine) == ["serving"] * 3)
+    wait_until(lambda: states(engine) == ["serving"] * 3)
     assert names(three[0]) == ["style~"]
 
 
@@ -376,13 +371,13 @@ def test_an_owner_that_does_not_know_of_an_adapter_asks_the_other_servers(three)
         owner = stack.enter_context(AsyncSGLang.connect(urls=urls))
         with AsyncSGLang.connect(urls=urls) as trainer:
             trainer.load_adapter("policy", version="6", default=True, **adapter())
-        fleet, again = owner._fleet, three[0]
+        again = three[0]
         again.restart()
         again.weight_version = "5"
-        fleet.apply(RestartNoticed(rank=0, start_id="another start"))
+        owner._fleet.apply(RestartNoticed(rank=0, start_id="another start"))
         answers = owner.generate(input_ids=[[5]] * 6, sampling_params=SHORT)
         assert {answer.adapter_version for answer in answers} == {"6"}
-        wait_for(lambda: "policy@6" in fleet.replicas[0].reason)
+        wait_until(lambda: "policy@6" in owner.replicas[0].reason)
         assert again.payloads() == []
 
 
@@ -401,7 +396,7 @@ def test_requests_do_not_fall_back_to_the_base_model(three):
         # A newer one takes its place.
         with AsyncSGLang.connect(server.url) as trainer:
             trainer.load_adapter("policy", version="7", default=True, **adapter())
-            wait_for(lambda: states(engine) == ["serving"])
+            wait_until(lambda: states(engine) == ["serving"])
             (answer,) = engine.generate(input_ids=[[5]])
             assert answer.adapter_version == "7"
             trainer.unload_adapter("policy")
@@ -409,7 +404,7 @@ def test_requests_do_not_fall_back_to_the_base_model(three):
         assert answer.adapter is None
 
 
-def test_what_whole_weights_replaced_is_not_loaded_again(three):
+def test_adapters_replaced_by_whole_weights_are_not_loaded_again(three):
     server, *_ = three
     with AsyncSGLang.connect(server.url) as publisher:
         publisher.load_adapter("policy", default=True, **adapter())
@@ -439,7 +434,7 @@ def test_an_adapter_of_another_object_is_followed_by_one_that_loads_its_own(thre
             (answer,) = engine.generate(input_ids=[[5]])
             return answer.adapter_version
 
-        wait_for(lambda: carried() == "6")
+        wait_until(lambda: carried() == "6")
 
 
 # --- whether a server hangs
@@ -452,8 +447,9 @@ def test_a_server_that_is_paused_does_not_hang(three, tells):
         del server.routes["/ready"]
     with ExitStack() as stack:
         engine = stack.enter_context(AsyncSGLang.connect(server.url))
+        http = HttpClient()
         ask = lambda: run_sync(  # noqa: E731
-            hangs(engine._http, engine.capabilities, server.url, timeout=0.2)
+            hangs(http, engine.capabilities, server.url, timeout=0.2)
         )
         assert engine.capabilities.tells_paused == tells
         assert not ask()
@@ -484,7 +480,7 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
     """However long that takes; one that hangs it ends."""
     server, *_ = three
     with AsyncSGLang.connect(server.url) as engine:
-        http, capabilities = engine._http, engine.capabilities
+        http, capabilities = HttpClient(), engine.capabilities
         process = Process()
         fleet = Fleet(
             replicas=[Replica(url=server.url, handle=process)], weight_version="5"
@@ -508,16 +504,15 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
             server.wait_for("/ready", 3)
             assert (process.state, states_of(fleet)) == ("ready", ["serving"])
             server.paused = False
-            wait_for(lambda: process.state == "stopped")
+            wait_until(lambda: process.state == "stopped")
         supervisor.stop()
 
 
 def test_a_real_server_that_is_paused_does_not_hang(session_engine):
-    engine = session_engine
+    engine, http = session_engine, HttpClient()
 
     def hanging() -> bool:
-        url = engine.server_url
-        return run_sync(hangs(engine._http, engine.capabilities, url))
+        return run_sync(hangs(http, engine.capabilities, engine.server_url))
 
     assert engine.capabilities.tells_paused
     assert not hanging()

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.collecting import wait_until
 from helpers.echo_engine import make_interpreter
 from helpers.ray_cluster import add_node, address, ray_cluster
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.ray_launcher import RayLauncher

@@ -13,6 +13,7 @@ import time
 import pytest
 from helpers.forked_starts import processes_below
 from helpers.in_flight import TRIES, InFlight
+from helpers.waiting import wait_until
 from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory
@@ -48,10 +49,10 @@ def engine(pair):
 
 
 def wait_for(engine, states) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while [server.state for server in engine.stats().servers] != states:
-        assert time.monotonic() < deadline, engine.stats()
-        time.sleep(0.1)
+    wait_until(
+        lambda: [server.state for server in engine.stats().servers] == states,
+        report=engine.stats,
+    )
 
 
 def prompts(count, length=8):
@@ -92,7 +93,7 @@ def test_both_answer_as_one_does(engine, session_engine):
         {**GREEDY, "stop_regex": "[a-m]"},
     ],
 )
-def test_what_a_router_would_drop_arrives(engine, session_engine, params):
+def test_arguments_that_a_router_would_drop_arrive(engine, session_engine, params):
     params = {**params, "ignore_eos": False}
     batch = prompts(6)
     expected = tokens(generate(session_engine, batch, params))
@@ -160,11 +161,8 @@ def test_the_router_killed(engine, session_engine):
     os.kill(router.pid, signal.SIGKILL)
     # Until it is there again, requests go to the servers.
     assert tokens(generate(engine, batch)) == expected
-    deadline = time.monotonic() + PATIENCE
-    while engine._fleet.router is router or not engine._fleet.router.usable:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert engine._fleet.router.url == router.url
+    wait_until(lambda: (now := engine._fleet.router) is not router and now.usable)
+    assert engine.server_url == router.url
     assert tokens(generate(engine, batch)) == expected
 
 
@@ -183,9 +181,9 @@ def test_all_servers_killed(engine):
             assert answer.token_ids == token_ids
     assert time.monotonic() - start < 60
     # A server can answer for a moment after its watchdog was killed.
-    while not all(map(operator.gt, restarts(engine), before)):
-        assert time.monotonic() - start < PATIENCE, engine.stats()
-        time.sleep(0.1)
+    wait_until(
+        lambda: all(map(operator.gt, restarts(engine), before)), report=engine.stats
+    )
     wait_for(engine, ["serving", "serving"])
     generate(engine, prompts(4))
 

@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -18,8 +18,9 @@ from urllib.request import Request, urlopen
 import pytest
 import torch
 from aiohttp import web
-from helpers.fake_launcher import FakeDirectory, FakeHandle, FakeLauncher, make_engine
+from helpers.fake_launcher import FakeHandle, FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.fleet.membership import Fleet
@@ -60,26 +61,6 @@ SECONDS = 60.0
 LONG = {"max_new_tokens": 40}
 
 
-@pytest.fixture
-def launcher(tiny_model_path: str) -> Iterator[FakeLauncher]:
-    launcher = FakeLauncher(tiny_model_path, directory=FakeDirectory())
-    yield launcher
-    launcher.close()
-
-
-@pytest.fixture
-def engine(launcher: FakeLauncher) -> Iterator[AsyncSGLang]:
-    with make_engine(launcher) as engine:
-        yield engine
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def states(engine: AsyncSGLang) -> dict[str, str]:
     return {server.url: server.state for server in engine.stats().servers}
 
@@ -107,21 +88,21 @@ def sent(handle: FakeHandle) -> int:
 
 def test_servers_join_and_leave(engine, launcher):
     """At the checkpoint's weights they serve at once; ranks are not used again."""
-    epoch = engine._fleet.membership_epoch
+    epoch = engine.control.membership_epoch
     added = engine.add_servers(2)
     first, second, third, fourth = launcher.handles
     assert added == (third.url, fourth.url)
     assert engine.num_replicas == 4
     assert engine.get_world_size() == 4
-    assert engine._fleet.membership_epoch > epoch
+    assert engine.control.membership_epoch > epoch
     assert set(states(engine).values()) == {"serving"}
     generate(engine, 12)
     assert [sent(each) for each in launcher.handles] == [3] * 4
-    epoch = engine._fleet.membership_epoch
+    epoch = engine.control.membership_epoch
     assert engine.remove_servers(first.url) == (first.url,)
     assert first.state == "stopped"
     assert launcher.removed == [0]
-    assert engine._fleet.membership_epoch > epoch
+    assert engine.control.membership_epoch > epoch
     assert engine.server_url == second.url
     assert [server.url for server in engine.servers] == [
         each.url for each in launcher.handles[1:]
@@ -131,8 +112,8 @@ def test_servers_join_and_leave(engine, launcher):
     # The newest goes first where a number is given.
     assert engine.remove_servers(1) == (fourth.url,)
     (fifth,) = engine.add_servers()
-    assert [each.rank for each in engine._fleet.replicas] == [1, 2, 4]
-    assert [each.url for each in engine._fleet.replicas][-1] == fifth
+    assert [each.rank for each in engine.replicas] == [1, 2, 4]
+    assert [each.url for each in engine.replicas][-1] == fifth
 
 
 def test_sessions_stay_where_they_are(engine, launcher):
@@ -209,7 +190,7 @@ def held(
     )
     server.wait_for("/generate", before + 1)
     yield call
-    if not server._vanished:
+    if not server.vanished:
         post(f"{server.url}/continue_generation", {})
 
 
@@ -218,7 +199,7 @@ def test_a_server_that_leaves_finishes_its_requests(engine, launcher):
     with ThreadPoolExecutor(2) as pool:
         with held(first.server, engine, pool) as call:
             removal = pool.submit(engine.remove_servers, first.url)
-            until(lambda: states(engine)[first.url] == "leaving")
+            wait_until(lambda: states(engine)[first.url] == "leaving")
             before = sent(first)
             assert set(generate(engine)) == {"default"}
             assert sent(first) == before
@@ -232,7 +213,7 @@ def test_a_server_that_leaves_finishes_its_requests(engine, launcher):
     assert first.state == "stopped"
 
 
-def test_what_does_not_finish_goes_on_elsewhere(engine, launcher):
+def test_requests_that_do_not_finish_go_on_elsewhere(engine, launcher):
     """From its last tokens, which nobody generates twice."""
     first, second = launcher.handles
     first.server.tokens_until_abort = 3
@@ -253,7 +234,7 @@ def test_a_removal_waits_for_the_update_that_the_server_takes_part_in(engine, la
     with ThreadPoolExecutor(1) as pool:
         with engine.weight_update() as running:
             removal = pool.submit(engine.remove_servers, first.url)
-            until(lambda: engine._fleet.replicas[0].state == "leaving")
+            wait_until(lambda: engine.replicas[0].state == "leaving")
             assert engine.control.urls == (first.url, second.url)
             for handle in launcher.handles:
                 handle.server.weight_version = "1"
@@ -271,7 +252,7 @@ def test_a_server_ends_while_it_leaves(engine, launcher):
     with ThreadPoolExecutor(2) as pool:
         with held(first.server, engine, pool) as call:
             removal = pool.submit(engine.remove_servers, first.url)
-            until(lambda: engine._fleet.replicas[0].state == "leaving")
+            wait_until(lambda: engine.replicas[0].state == "leaving")
             first.vanish()
             assert removal.result(SECONDS) == (first.url,)
         assert len(call.result(SECONDS)) == 2
@@ -282,7 +263,7 @@ def test_a_server_ends_while_it_leaves(engine, launcher):
 def test_a_server_that_has_ended_is_removed_at_once(engine, launcher):
     first, second = launcher.handles
     first.vanish()
-    until(lambda: engine._fleet.replicas[0].state != "serving")
+    wait_until(lambda: engine.replicas[0].state != "serving")
     engine.remove_servers(first.url)
     assert states(engine) == {second.url: "serving"}
     # Nor does one remain that was started again meanwhile.
@@ -291,20 +272,20 @@ def test_a_server_that_has_ended_is_removed_at_once(engine, launcher):
 
 def test_a_start_that_fails_adds_none(engine, launcher):
     """The servers that have started with it are stopped."""
-    make = launcher._make
+    make = launcher.make
 
     def fail() -> FakeServer:
         if len(launcher.handles) == 3:
             raise ServerStartError("It ended at once.")
         return make()
 
-    launcher._make = fail
+    launcher.make = fail
     with pytest.raises(ServerStartError, match="ended at once"):
         engine.add_servers(2)
     assert [each.state for each in launcher.handles] == ["ready", "ready", "stopped"]
     assert sorted(launcher.removed) == [2, 3]
     assert engine.num_replicas == 2
-    launcher._make = make
+    launcher.make = make
     engine.add_servers(1)
     assert engine.num_replicas == 3
 
@@ -316,7 +297,7 @@ def test_the_engine_ends_while_a_server_is_added(engine, launcher):
         begun.set()
         closed.wait(SECONDS)
 
-    launcher._at_start = at_start
+    launcher.at_start = at_start
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(engine.add_servers, 1)
         assert begun.wait(SECONDS)
@@ -369,7 +350,7 @@ def test_a_removal_that_is_interrupted_is_done(engine, launcher):
     with pytest.raises(KeyboardInterrupt):
         engine.remove_servers(handle.url, drain_timeout=0)
     thread.join()
-    until(lambda: launcher.removed == [1])
+    wait_until(lambda: launcher.removed == [1])
     assert handle.state == "stopped"
 
 
@@ -378,7 +359,7 @@ def test_two_add_at_once(engine, launcher):
         calls = [pool.submit(engine.add_servers, 2) for _ in range(2)]
         urls = [url for call in calls for url in call.result(SECONDS)]
     assert len(set(urls)) == 4
-    assert len({each.rank for each in engine._fleet.replicas}) == 6
+    assert len({each.rank for each in engine.replicas}) == 6
     assert set(states(engine)) == {each.url for each in launcher.handles}
 
 
@@ -387,27 +368,27 @@ def test_a_copy_follows(engine, launcher):
     copy = pickle.loads(pickle.dumps(engine))
 
     def follows() -> bool:
-        run_sync(copy._supervisor.poll_now())
+        copy.look_at_servers()
         return states(copy) == states(engine)
 
     (url,) = engine.add_servers(1)
-    until(follows)
+    wait_until(follows)
     first, second, third = launcher.handles
     with ThreadPoolExecutor(2) as pool:
         with held(first.server, engine, pool) as call:
             removal = pool.submit(engine.remove_servers, first.url)
-            until(lambda: states(engine)[first.url] == "leaving")
-            until(follows)
+            wait_until(lambda: states(engine)[first.url] == "leaving")
+            wait_until(follows)
             before = sent(first)
             generate(copy)
             assert sent(first) == before
         removal.result(SECONDS)
         call.result(SECONDS)
-    until(follows)
+    wait_until(follows)
     assert set(states(copy)) == {second.url, third.url}
-    assert {each.rank for each in copy._fleet.replicas} == {1, 2}
+    assert {each.rank for each in copy.replicas} == {1, 2}
     again = pickle.loads(pickle.dumps(copy))
-    assert {each.rank for each in again._fleet.replicas} == {1, 2}
+    assert {each.rank for each in again.replicas} == {1, 2}
     generate(again)
     for each in (copy.add_servers, copy.remove_servers):
         with pytest.raises(ConfigurationError, match="a copy of one in another"):
@@ -465,7 +446,7 @@ def test_a_version_of_another_trainer_is_not_this_ones(connected, tiny_model_pat
         for each in (server, other):
             each.weight_version = "8"
         engine.look_at_servers()
-        until(lambda: states(engine)[other.url] == "serving")
+        wait_until(lambda: states(engine)[other.url] == "serving")
         assert set(generate(engine)) == {"8"}
 
 
@@ -502,7 +483,7 @@ def test_a_server_that_is_not_like_the_others(
         (1, ConfigurationError, "it has started none"),
     ],
 )
-def test_what_cannot_be_added(connected, servers, error, words):
+def test_servers_that_cannot_be_added_are_refused(connected, servers, error, words):
     engine, _ = connected
     with pytest.raises(error, match=words) as raised:
         engine.add_servers(servers)
@@ -512,7 +493,7 @@ def test_what_cannot_be_added(connected, servers, error, words):
     assert engine.num_replicas == 1
 
 
-def test_what_cannot_be_removed(engine, launcher):
+def test_servers_that_cannot_be_removed_are_refused(engine, launcher):
     first, second = launcher.handles
     for servers, words in [
         ("http://127.0.0.1:9", "no server of this engine"),
@@ -670,7 +651,7 @@ def test_new_servers_are_filled_alone(filling, launcher, tmp_path):
     """Nobody else is paused, flushed or sent anything."""
     engine, sender, _ = filling
     version = engine.weight_version
-    launcher._at_start = lambda server: tell(server, [[0.5, 0.25]])
+    launcher.at_start = lambda server: tell(server, [[0.5, 0.25]])
     (url,) = engine.add_servers(1)
     assert states(engine)[url] == "stale"
     before = [calls(each) for each in launcher.handles[:2]]
@@ -697,12 +678,12 @@ def test_new_servers_are_filled_alone(filling, launcher, tmp_path):
         ([[0.5, 0.25]], "error_500", WeightTransferError),
     ],
 )
-def test_what_is_not_the_current_weights_serves_nothing(
+def test_a_new_server_with_other_weights_gets_no_requests(
     filling, launcher, rows, fault, error, tmp_path
 ):
     engine, sender, _ = filling
     version = engine.weight_version
-    launcher._at_start = lambda server: tell(server, rows)
+    launcher.at_start = lambda server: tell(server, rows)
     (url,) = engine.add_servers(1)
     new = launcher.handles[-1].server
     with ExitStack() as stack:
@@ -742,7 +723,7 @@ def test_a_new_server_that_computes_something_else(filling, launcher):
         handle.server.routes.pop("/get_weights_by_name")
     added = engine.add_servers(2)
     odd = launcher.handles[-1].server
-    reply = odd._reply
+    reply = odd.reply
 
     def other(item):
         found = reply(item)
@@ -750,10 +731,10 @@ def test_a_new_server_that_computes_something_else(filling, launcher):
             entry[0] -= 1.0
         return found
 
-    odd._reply = other
+    odd.reply = other
     with pytest.raises(WeightMismatchError, match=r"differ by 1 on average"):
         sender.update_new_servers()
     assert {states(engine)[url] for url in added} == {"stale"}
-    odd._reply = reply
+    odd.reply = reply
     assert sender.update_new_servers() is not None
     assert {states(engine)[url] for url in added} == {"serving"}

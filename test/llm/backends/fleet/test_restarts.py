@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.waiting import wait_until
 
 from torchrl_sglang.backends.fleet import loop as loops
 from torchrl_sglang.backends.fleet.actions import Stop
@@ -58,13 +59,6 @@ class Handle:
 
     def log_tail(self, lines: int = 30) -> str:
         return "the last words"
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def first(fleet: Fleet) -> Replica:
@@ -129,30 +123,30 @@ def fleet(supervised: tuple[Fleet, Supervisor]) -> Fleet:
 
 def test_a_start_that_a_sleep_cancels_does_not_count(fleet, starts):
     for count in range(2, 6):
-        until(lambda count=count: len(starts) == count)
+        wait_until(lambda count=count: len(starts) == count)
         fleet.apply(FellAsleep(tags=ASLEEP))
-        until(lambda: starts[-1].state == "stopped")
+        wait_until(lambda: starts[-1].state == "stopped")
         assert (first(fleet).state, first(fleet).restarts) == ("down", 0)
         fleet.apply(WokeUp(tags=ASLEEP))
-    until(lambda: len(starts) == 6)
+    wait_until(lambda: len(starts) == 6)
     starts[-1].end()
-    until(lambda: first(fleet).state == "stale")
+    wait_until(lambda: first(fleet).state == "stale")
     assert (first(fleet).handle, first(fleet).restarts) == (starts[-1], 1)
 
 
 def test_a_start_that_finds_no_place_does_not_count(fleet, starts):
     for count in range(2, 5):
-        until(lambda count=count: len(starts) == count)
+        wait_until(lambda count=count: len(starts) == count)
         starts[-1].end(NotStartedError("There is no room."))
-    until(lambda: len(starts) == 5)
+    wait_until(lambda: len(starts) == 5)
     assert "There is no room." in first(fleet).reason
     starts[-1].end()
-    until(lambda: first(fleet).state == "stale")
+    wait_until(lambda: first(fleet).state == "stale")
     assert first(fleet).restarts == 1
 
 
 def test_a_start_that_ends_during_a_sleep_does_not_count(fleet, starts):
-    until(lambda: len(starts) == 2)
+    wait_until(lambda: len(starts) == 2)
     fleet.apply(FellAsleep(tags=ASLEEP))
     late: Any = Handle("ready")
     started = Started(rank=0, handle=late, url=late.url)
@@ -161,9 +155,9 @@ def test_a_start_that_ends_during_a_sleep_does_not_count(fleet, starts):
 
 
 def test_a_start_that_fails_counts(fleet, starts):
-    until(lambda: len(starts) == 2)
+    wait_until(lambda: len(starts) == 2)
     starts[-1].end(ServerStartError("It has no memory."))
-    until(lambda: first(fleet).state == "lost")
+    wait_until(lambda: first(fleet).state == "lost")
     assert len(starts) == 2
     assert "It has no memory." in first(fleet).reason
 
@@ -174,9 +168,9 @@ def lost() -> Any:
 
 @pytest.mark.parametrize("ways", [lambda starts: {"locate": lost}], indirect=True)
 def test_a_server_that_cannot_be_located_is_stopped(fleet, starts):
-    until(lambda: len(starts) == 2)
+    wait_until(lambda: len(starts) == 2)
     starts[-1].end()
-    until(lambda: first(fleet).state == "lost")
+    wait_until(lambda: first(fleet).state == "lost")
     assert "no such node" in first(fleet).reason
     assert starts[-1].state == "stopped"
 
@@ -185,7 +179,7 @@ def test_a_server_that_cannot_be_located_is_stopped(fleet, starts):
     "ways", [lambda starts: {"restart": lambda: starts[0]}], indirect=True
 )
 def test_a_launcher_that_returns_the_same_handle(fleet, starts):
-    until(lambda: first(fleet).state == "lost")
+    wait_until(lambda: first(fleet).state == "lost")
     assert "the handle of the earlier start" in first(fleet).reason
 
 
@@ -202,11 +196,11 @@ def slow_start(starts: list[Handle]) -> dict[str, Any]:
 @pytest.mark.parametrize("ways", [slow_start], indirect=True)
 def test_a_start_that_outlasts_the_engine_is_stopped(supervised, starts, monkeypatch):
     """Nobody waits until the server is ready."""
-    until(lambda: len(starts) == 2)
+    wait_until(lambda: len(starts) == 2)
     monkeypatch.setattr(loops, "STOP_SECONDS", 0.05)
     supervised[1].stop()
     starts[0].closed = True
     begun = time.monotonic()
-    until(lambda: starts[1].state == "stopped")
+    wait_until(lambda: starts[1].state == "stopped")
     # A start that is waited for takes longer.
     assert time.monotonic() - begun < SECONDS / 2

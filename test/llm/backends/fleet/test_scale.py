@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client import model_info
@@ -47,13 +47,6 @@ def count(servers, path: str) -> list[int]:
     return [sum(p == path for _, p, _ in server.requests) for server in servers]
 
 
-def wait_for(condition, seconds=60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("servers", [3], indirect=True)
 def test_a_request_is_aborted_where_it_is(engine, servers):
     with ExitStack() as stack:
@@ -68,7 +61,7 @@ def test_a_request_is_aborted_where_it_is(engine, servers):
 
         thread = threading.Thread(target=call)
         thread.start()
-        wait_for(lambda: sum(count(servers, "/generate")) == 1)
+        wait_until(lambda: sum(count(servers, "/generate")) == 1)
         assert engine.abort(["mine"]) == 1
         thread.join(20)
     assert calls == [1]
@@ -83,14 +76,14 @@ def test_the_others_are_polled_once_for_all_that_come_back(engine, servers):
     for server in away:
         server.die()
     engine.look_at_servers()
-    assert [r.state for r in engine._fleet.replicas] == [
+    assert [r.state for r in engine.replicas] == [
         *["down"] * 3,
         *["serving"] * 3,
     ]
     before = count(others, "/model_info")
     for server in away:
         server.restart()
-    wait_for(lambda: len(engine._fleet.serving) == 6)
+    wait_until(lambda: sum(r.state == "serving" for r in engine.replicas) == 6)
     # Not once for each. Those that answer later may need a second look, or a third.
     looks = [
         now - then

@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +21,7 @@ import pytest
 import torch
 from helpers.fake_server import FakeServer
 from helpers.memory_saver import write_saver_python
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.capabilities import sleep_obstacles
@@ -119,13 +119,6 @@ def ask(engine, params=SHORT, **kwargs):
     return answer
 
 
-def wait_until(true, timeout: float = 150.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def running(engine) -> int:
     return run_sync(engine.control.running_requests())
 
@@ -189,7 +182,7 @@ def test_sleeping_weights_are_not_updated(sleepy, sender, hf_model):
     assert "asleep: weights" in repr(sleepy)
 
 
-def test_what_sleeps_stays_asleep_and_what_is_awake_awake(sleepy, sender, hf_model):
+def test_each_kind_of_memory_sleeps_by_itself(sleepy, sender, hf_model):
     """A server that is told twice ends."""
     sleepy.wake_up()
     sleepy.wake_up("kv_cache")
@@ -208,7 +201,7 @@ def test_what_sleeps_stays_asleep_and_what_is_awake_awake(sleepy, sender, hf_mod
     assert sleepy.stats().restarts == 0
 
 
-def test_what_runs_is_waited_for(sleepy):
+def test_sleep_waits_for_running_requests(sleepy):
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, sleepy, {**LONG, "max_new_tokens": 300})
         wait_until(lambda: running(sleepy))
@@ -221,7 +214,7 @@ def test_what_runs_is_waited_for(sleepy):
 
 
 @pytest.mark.slow
-def test_what_does_not_end_goes_on(sleepy, other_user):
+def test_a_sleep_that_times_out_leaves_requests_running(sleepy, other_user):
     for user, who in ((sleepy, "1 request.s. of this"), (other_user, "have 1 of all")):
         with ThreadPoolExecutor() as pool:
             answer = pool.submit(ask, user, {**LONG, "max_new_tokens": 1500})
@@ -541,7 +534,7 @@ def test_ctrl_c_while_requests_are_waited_for(two, interruptible):
         assert fake.payloads(RELEASE) == [{"tags": ["kv_cache", "weights"]}]
 
 
-def test_a_refusal_is_told(two):
+def test_a_refused_sleep_is_an_error(two):
     """As of a version that has other kinds of memory."""
     from aiohttp import web
 

@@ -143,7 +143,7 @@ USERS = {
 
 
 @pytest.mark.parametrize("launcher", LEFT_BY)
-def test_what_a_launcher_leaves_is_not_passed_on(launcher):
+def test_variables_of_a_launcher_are_not_passed_on(launcher):
     left = LEFT_BY[launcher]
     assert inherited_environment(left, own_python=False) == {}
     mixed = {**left, **USERS}

@@ -32,7 +32,7 @@ def folders(tmp_path, monkeypatch) -> tuple[Path, Path]:
     return tmp_path / "here", tmp_path / "elsewhere"
 
 
-def test_what_is_here_is_absolute(folders):
+def test_existing_paths_become_absolute(folders):
     here, _ = folders
     (here / "template.jinja").touch()
     model, template = str(here / "model"), str(here / "template.jinja")
@@ -60,7 +60,7 @@ def test_what_is_here_is_absolute(folders):
     }
 
 
-def test_what_is_not_here_stays(folders):
+def test_paths_that_do_not_exist_stay(folders):
     given = {
         "model": "Qwen/Qwen2.5-0.5B",
         "tokenizer_path": None,
@@ -151,7 +151,7 @@ def test_servers_can_make_sockets_wherever_temporary_files_are(
     assert not folder.exists()
 
 
-def test_a_machine_without_a_short_folder_is_told(tmp_path, monkeypatch):
+def test_a_machine_without_a_short_folder_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "SHORT_FOLDERS", (str(tmp_path / "none"),))
     with pytest.raises(ServerStartError, match="Set TMPDIR to a short path"):
         short_folder("/" + 100 * "x")

@@ -115,7 +115,7 @@ def test_waiting_for_a_port():
 
 
 @pytest.mark.parametrize("port", [0, -1, 70000, "http", 3.5, True])
-def test_what_is_no_port(port):
+def test_invalid_ports_are_refused(port):
     with pytest.raises(ConfigurationError, match="must be a port, an integer from"):
         lease_port(port=port)
 

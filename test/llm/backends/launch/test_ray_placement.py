@@ -58,7 +58,7 @@ def test_gpus_of_a_server_are_on_one_node(nodes, size, demand, count, expected):
             )
 
 
-def test_what_is_taken_is_left_alone():
+def test_taken_gpus_are_left_alone():
     free = [{"GPU": 0.2}, {"GPU": 1.0}, {"GPU": 0.0}, {"GPU": 1.0}]
     given = [
         Bundle(index=i, node="a", size={"GPU": 1.0}, free=each)
@@ -84,7 +84,7 @@ def test_the_first_seat_takes_what_else_is_reserved():
     assert [dict(seat.resources) for seat in node] == [{"CPU": 1.0}, {}]
 
 
-def test_what_else_is_reserved_is_counted_for_each_server():
+def test_other_resources_are_counted_for_each_server():
     demand = Demand(gpus=1, resources={"CPU": 1.0})
     seats = choose_seats(bundles("a", "a", GPU=2.0, CPU=1.0), demand, 2)
     assert chosen(seats) == [[[0]], [[1]]]

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 from helpers.echo_engine import make_interpreter
 from helpers.ray_cluster import add_node, address, processes, ray_cluster
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.launcher import start_servers
@@ -74,13 +73,6 @@ def bind(cluster: Any) -> Iterator[Callable[..., Any]]:
 def ask(server: Any, path: str) -> Any:
     with urllib.request.urlopen(f"{server.url}/{path}", timeout=10) as answer:
         return json.loads(answer.read())
-
-
-def wait_for(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not happened():
-        assert time.monotonic() < deadline, "It did not happen in time."
-        threading.Event().wait(0.05)
 
 
 def make_group(*bundles: dict[str, float], strategy: str = "PACK") -> Any:
@@ -182,7 +174,7 @@ def test_a_server_on_two_nodes(bind, spec):
     assert (first["node_rank"], first["nnodes"], first["tp_size"]) == ("0", "2", "4")
     (second,) = processes("--node-rank 1 --dist-init-addr " + meeting)[-1:]
     os.kill(second, signal.SIGKILL)
-    wait_for(lambda: server.state == "dead")
+    wait_until(lambda: server.state == "dead")
     launcher.stop([server])
     assert not processes(spec["python"])
 
@@ -204,7 +196,7 @@ def test_a_start_that_fails_tells_the_log_of_its_node(cluster, spec, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_wrong_on_a_node_is_told_before_anything_starts(cluster, spec):
+def test_faults_of_a_node_are_found_before_anything_starts(cluster, spec):
     with pytest.raises(ConfigurationError, match="no model folder '/not/here'") as told:
         RayLauncher(nodes=[address(2)]).bind(1, {**spec, "model": "/not/here"})
     assert told.value.__notes__ == [f"Found on node {address(2)}."]
@@ -245,7 +237,7 @@ def test_nothing_is_left_of_a_driver_that_ends(cluster, spec, number):
     driver.wait(SECONDS)
     driver.stdin.close()
     driver.stdout.close()
-    wait_for(lambda: not processes(spec["python"]))
+    wait_until(lambda: not processes(spec["python"]))
 
 
 @pytest.mark.slow
@@ -260,8 +252,8 @@ def test_a_lost_node(bind, cluster, spec):
     (server,) = start_servers(launcher)
     assert server.host == address(3)
     cluster.remove_node(node, allow_graceful=False)
-    wait_for(lambda: server.state == "dead")
-    wait_for(lambda: not processes(spec["python"]))
+    wait_until(lambda: server.state == "dead")
+    wait_until(lambda: not processes(spec["python"]))
     assert "ended with its actor or its node" in server.log_tail()
     server.stop()
     again = launcher.restart(0)
@@ -284,8 +276,8 @@ def test_an_actor_that_is_killed(bind, spec):
     launcher = bind(RayLauncher(), 1, {**spec, "device": "cpu"})
     (server,) = start_servers(launcher)
     ray.kill(server._hosts[0])
-    wait_for(lambda: server.state == "dead")
-    wait_for(lambda: not processes(spec["python"]))
+    wait_until(lambda: server.state == "dead")
+    wait_until(lambda: not processes(spec["python"]))
     server.stop()
     again = launcher.restart(0)
     again.wait_ready()
@@ -321,7 +313,7 @@ def test_a_key_is_made_beyond_loopback():
         ({"placement_timeout": 0}, "placement_timeout must be"),
     ],
 )
-def test_what_cannot_be_asked_for(options, words):
+def test_impossible_placements_are_refused(options, words):
     with pytest.raises(ConfigurationError, match=words):
         RayLauncher(**options)
 

@@ -66,6 +66,6 @@ def test_gpus_of_the_user_s_own_choice():
         ("2", CPU, None, "num_replicas must be .* got .2."),
     ],
 )
-def test_what_cannot_be(count, spec, cuda_devices, words):
+def test_impossible_replicas_are_refused(count, spec, cuda_devices, words):
     with pytest.raises(ConfigurationError, match=words):
         replica_specs(count, spec, cuda_devices=cuda_devices, available=FOUR)

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from helpers.forked_starts import processes_below, trainer_python, true_interpreter
+from helpers.waiting import wait_until, wait_until_gone
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme, make_sglang_server
 from torchrl_sglang.backends.fleet.replica import stop_all
@@ -43,16 +44,6 @@ from torchrl_sglang.support.event_loop import run_sync
 
 SECONDS = 60.0
 """For a tree to be gone, on a loaded machine."""
-
-
-def living(pids: list[int], seconds: float = SECONDS) -> list[int]:
-    """Which of these processes are left when all had time to end."""
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if is_alive(pid)]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    return left
 
 
 def below_this_process() -> set[int]:
@@ -93,10 +84,7 @@ FOREVER = "import time; time.sleep(1000)"
 
 
 def wait_for_log(server: ServerProcess, text: str) -> None:
-    deadline = time.monotonic() + SECONDS
-    while text not in server.log_tail():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: text in server.log_tail())
 
 
 def test_states():
@@ -112,7 +100,7 @@ def test_states():
     finally:
         server.stop()
     assert server.state == "stopped"
-    assert living(tree) == []
+    wait_until_gone(tree)
     assert not server.log_path.parent.exists()
     assert server.log_tail() == "(the log is gone)"
     server.stop()
@@ -131,7 +119,7 @@ def test_ready_when_it_answers(tmp_path):
         server.wait_ready()
         assert server.state == "ready"
         os.kill(descendants(server.pid)[0], signal.SIGKILL)
-        assert living([server.pid]) == []
+        wait_until_gone([server.pid])
         assert server.state == "dead"
     finally:
         server.stop()
@@ -160,7 +148,7 @@ def test_a_start_that_fails_shows_the_end_of_the_log():
 def test_the_log_of_a_server_that_died_is_kept_without_keys():
     code = "print('key=sesame\\nwhy', flush=True); import os; os.abort()"
     server = run(code, hidden=["sesame"])
-    assert living([server.pid]) == []
+    wait_until_gone([server.pid])
     assert server.state == "dead"
     server.stop()
     assert server.log_path.read_text().startswith("key=***\nwhy\n")
@@ -249,7 +237,7 @@ def test_the_last_reference_can_go_on_the_background_loop():
         return is_alive(tree[1])
 
     assert run_sync(drop())
-    assert living(tree) == []
+    wait_until_gone(tree)
 
 
 def test_a_start_that_takes_too_long():
@@ -258,7 +246,7 @@ def test_a_start_that_takes_too_long():
     tree = tree_of(server)
     with pytest.raises(ServerStartError, match=r"2 s.*start_timeout=.*\n.*loading"):
         server.wait_ready()
-    assert living(tree) == []
+    wait_until_gone(tree)
 
 
 @pytest.mark.usefixtures("interruptible")
@@ -272,7 +260,7 @@ def test_an_interrupted_start_leaves_nothing_behind():
     with pytest.raises(KeyboardInterrupt):
         server.wait_ready()
     timer.join()
-    assert living(tree) == []
+    wait_until_gone(tree)
 
 
 HANDLER = """
@@ -308,7 +296,7 @@ def test_a_path_that_is_asked_for_once():
 
 
 @pytest.mark.parametrize(("device", "path"), [("cpu", "/freeze_gc"), ("cuda", None)])
-def test_servers_on_a_cpu_are_told_to_freeze_their_heap(tiny_model_path, device, path):
+def test_servers_on_a_cpu_freeze_their_heap(tiny_model_path, device, path):
     engine = str(cpu.engine_python())
     command = make_server_command(tiny_model_path, device=device, python=engine)
     assert command.when_ready == path
@@ -372,7 +360,7 @@ def test_the_last_reference_ends_it():
     wait_for_log(server, "begun")
     tree = tree_of(server)
     del server
-    assert living(tree) == []
+    wait_until_gone(tree)
 
 
 def _stop(server: ServerProcess) -> None:
@@ -595,7 +583,7 @@ def test_a_group_is_interrupted(tiny_model_path, parallel):
     with pytest.raises(KeyboardInterrupt):
         start_servers(launcher, progress=progress)
     assert trees
-    assert living(trees) == []
+    wait_until_gone(trees)
 
 
 def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
@@ -618,7 +606,7 @@ def test_a_group_starts_whole_or_not_at_all(tiny_model_path, tmp_path):
     message = str(caught.value)
     assert "config" in message.partition("The end of its log:\n")[2]
     assert len(trees) >= 2
-    assert living(list(trees), 1) == []
+    wait_until_gone(trees, 1)
 
 
 @pytest.mark.slow
@@ -648,7 +636,7 @@ def test_a_group_of_two_versions(tiny_model_path):
     finally:
         stop_all(servers)
     assert time.monotonic() - start < 60
-    assert living(trees) == []
+    wait_until_gone(trees)
 
 
 def test_starts_that_fail(tiny_model_path, tmp_path):
@@ -712,7 +700,7 @@ def test_a_server_on_two_nodes(tiny_model_path):
         trees = [pid for server in servers for pid in tree_of(server)]
     finally:
         stop_all(servers)
-    assert living(trees) == []
+    wait_until_gone(trees)
 
 
 SCRIPT = """
@@ -835,7 +823,7 @@ def test_gone_after_an_exception_in_the_caller(trainers):
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "caught\n"
-    assert living(tree) == []
+    wait_until_gone(tree)
     assert process.poll() is None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -848,7 +836,7 @@ def test_gone_after_the_interpreter_exits(trainers):
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.wait(2 * SECONDS) == 0
-    assert living(tree) == []
+    wait_until_gone(tree)
 
 
 def test_gone_after_the_trainer_is_killed(trainers):
@@ -859,7 +847,7 @@ def test_gone_after_the_trainer_is_killed(trainers):
     folder = Path(os.fsdecode(named[watchdog.FOLDER_VARIABLE.encode()]))
     assert (folder / "server.log").exists()
     process.kill()
-    assert living(tree) == []
+    wait_until_gone(tree)
     assert not folder.exists()
 
 
@@ -922,7 +910,7 @@ def test_a_server_with_a_key_that_is_killed_while_it_generates(
         assert isinstance(error, ServerDiedError)
         assert "The end of its log:\n" in str(error)
         assert " batch, #" in str(error), "What the server did last."
-        assert living(tree) == []
+        wait_until_gone(tree)
         shown.append(str(error))
     # The log of a server that died is kept, and the key in it is not.
     shown.append((folder / "server.log").read_text())

@@ -293,7 +293,7 @@ def test_a_name_that_the_server_does_not_know(name, words):
 
 @pytest.mark.parametrize("flags", [{}, FLAGS])
 @pytest.mark.parametrize("name", ["tp-size", "--x"])
-def test_what_is_no_name(name, flags):
+def test_invalid_names_are_refused(name, flags):
     with pytest.raises(ConfigurationError, match=f"'{name}'.*underscores"):
         check_names({name: 2}, flags)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from helpers.forked_starts import processes_below
+from helpers.waiting import wait_until
 
 import torchrl_sglang
 from torchrl_sglang import AsyncSGLang
@@ -62,18 +62,14 @@ def test_servers_over_ssh(ssh, tiny_model_path, score):
             assert answer.log_probs == pytest.approx(expected.tolist(), abs=1e-4)
         first = engine.servers[0]
         os.kill(first.pid, signal.SIGKILL)
-        deadline = time.monotonic() + PATIENCE
-        while engine.servers[0] is first or engine.servers[0].state != "ready":
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(
+            lambda: (now := engine.servers[0]) is not first and now.state == "ready"
+        )
         after = engine.generate(input_ids=prompts, sampling_params=params)
         assert [a.token_ids for a in after] == [b.token_ids for b in before]
         trees = [process for s in engine.servers for process in processes_below(s.pid)]
         assert len(trees) > 6
-    deadline = time.monotonic() + PATIENCE
-    while any(map(is_alive, trees)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(map(is_alive, trees)))
 
 
 @pytest.mark.slow
@@ -86,7 +82,7 @@ def test_a_start_that_fails(ssh, tmp_path):
         )
 
 
-def test_what_it_refuses(ssh, tiny_model_path):
+def test_invalid_arguments_are_refused(ssh, tiny_model_path):
     with pytest.raises(ConfigurationError, match="2 servers need as many hosts"):
         AsyncSGLang.from_pretrained(
             tiny_model_path, num_replicas=2, launcher=ssh.SSH(["127.0.0.21"])
@@ -94,7 +90,7 @@ def test_what_it_refuses(ssh, tiny_model_path):
 
 
 @pytest.mark.parametrize("launcher", ["kubernetes", None, 3, object(), "bind"])
-def test_what_is_no_placement(tiny_model_path, launcher):
+def test_incomplete_placements_are_refused(tiny_model_path, launcher):
     if launcher == "bind":
         # A class in place of an object, and an object whose bind() returns nothing.
         launcher = type("Half", (), {"bind": lambda self, *args, **options: None})()

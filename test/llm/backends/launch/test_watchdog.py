@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers.waiting import wait_until, wait_until_gone
 
 from torchrl_sglang.backends.launch import watchdog
 from torchrl_sglang.backends.launch.ports import is_free_port
@@ -62,16 +63,6 @@ ctypes.CDLL(None).syscall(exit_thread, 0)
 TREE = [sys.executable, "-S", "-c", STUBBORN]
 
 
-def living(pids: list[int], seconds: float = SECONDS) -> list[int]:
-    """Which of these processes are left when all had time to end."""
-    deadline = time.monotonic() + seconds
-    while (left := [pid for pid in pids if is_alive(pid)]) and (
-        time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
-    return left
-
-
 def watch(command: list[str], owner: int | None = None) -> list[str]:
     owner = os.getpid() if owner is None else owner
     return [sys.executable, "-S", watchdog.__file__, str(owner), *command]
@@ -93,18 +84,18 @@ def started(command: list[str]) -> Iterator[tuple[subprocess.Popen, list[int]]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_it_ends_the_tree_when_it_is_told_to(number):
+def test_a_signal_ends_the_tree(number):
     with started(watch(TREE)) as (process, tree):
         process.send_signal(number)
         assert process.wait(SECONDS) == 128 + number
-        assert living(tree) == []
+        wait_until_gone(tree)
 
 
 def test_it_ends_the_tree_when_the_server_ends():
     with started(watch(TREE)) as (process, tree):
         os.kill(tree[0], signal.SIGKILL)
         assert process.wait(SECONDS) == 128 + signal.SIGKILL
-        assert living(tree) == []
+        wait_until_gone(tree)
 
 
 def test_it_ends_the_tree_when_the_trainer_is_killed():
@@ -112,14 +103,14 @@ def test_it_ends_the_tree_when_the_trainer_is_killed():
     with started(owner) as (process, tree):
         process.kill()
         process.wait()
-        assert living(tree) == []
+        wait_until_gone(tree)
 
 
 def test_the_server_ends_when_the_watchdog_is_killed():
     with started(watch(TREE)) as (process, (server, *_)):
         process.kill()
         process.wait()
-        assert living([server]) == []
+        wait_until_gone([server])
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -173,7 +164,7 @@ def test_files_in_shared_memory_go_with_the_tree(by_itself, tmp_path):
 def test_zombies_are_not_alive():
     process = subprocess.Popen([sys.executable, "-S", "-c", ""])
     try:
-        assert living([process.pid]) == []
+        wait_until_gone([process.pid])
         assert process.pid not in descendants(os.getpid())
         assert os.path.exists(f"/proc/{process.pid}"), "Nobody has waited for it."
     finally:
@@ -185,10 +176,7 @@ def test_a_process_lives_until_its_last_thread_has_ended():
     """The first thread has ended, as happens to a killed server on a busy machine."""
     with started(watch([sys.executable, "-S", "-c", LAST_THREAD])) as (process, tree):
         (pid,), port = tree, int(process.stdout.readline())
-        deadline = time.monotonic() + SECONDS
-        while b"Z (zombie)" not in Path(f"/proc/{pid}/status").read_bytes():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda: b"Z (zombie)" in Path(f"/proc/{pid}/status").read_bytes())
         assert is_alive(pid)
         process.terminate()
         process.wait(SECONDS)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -15,6 +12,7 @@ import pytest
 import torch
 from helpers.adapters import adapter_from_model
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.lora.payload import prepare_adapter
@@ -69,13 +67,6 @@ def ask(engine, adapter=None, prompt=PROMPT, **settings):
         adapter=adapter,
     )
     return answer
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        threading.Event().wait(0.02)
 
 
 def held(engine) -> list[str]:
@@ -202,7 +193,7 @@ def test_a_replacement_leaves_requests_under_way_alone(any_lora_engine, peft_mod
     load(engine, "policy", old, version="6", default=True)
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(ask, engine, max_new_tokens=LONG)
-        wait_for(lambda: running(engine) == 1)
+        wait_until(lambda: running(engine) == 1)
         load(engine, "policy", new, version="7", default=True)
         after = ask(engine)
         assert not begun.done()
@@ -212,7 +203,7 @@ def test_a_replacement_leaves_requests_under_way_alone(any_lora_engine, peft_mod
     assert after.versions == (VersionSpan(version="7", start=0, end=8),)
     assert peft_models.difference(before, PROMPT, old) < TOLERANCE
     assert before.versions == (VersionSpan(version="6", start=0, end=LONG),)
-    wait_for(lambda: held(engine) == ["policy@7"])
+    wait_until(lambda: held(engine) == ["policy@7"])
     engine.unload_adapter("policy")
     assert engine.default_adapter is None
     assert held(engine) == []
@@ -238,7 +229,7 @@ def test_a_replacement_while_generation_is_paused(lora_engine, peft_models):
     load(lora_engine, "policy", old)
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(ask, lora_engine, "policy", max_new_tokens=LONG)
-        wait_for(lambda: running(lora_engine) == 1)
+        wait_until(lambda: running(lora_engine) == 1)
         run_sync(lora_engine.control.pause("retract"))
         try:
             load(lora_engine, "policy", new, timeout=20)
@@ -254,13 +245,13 @@ def test_an_unload_waits_for_its_requests(lora_engine, peft_models):
     load(lora_engine, "policy", model)
     with ThreadPoolExecutor() as pool:
         begun = pool.submit(ask, lora_engine, "policy", max_new_tokens=1000)
-        wait_for(lambda: running(lora_engine) == 1)
+        wait_until(lambda: running(lora_engine) == 1)
         with pytest.raises(ServerTimeoutError, match="1 requests used .*'policy'"):
             lora_engine.unload_adapter("policy", timeout=0.1)
         with pytest.raises(ConfigurationError, match="no LoRA adapter 'policy'"):
             ask(lora_engine, "policy")
         assert peft_models.difference(begun.result(), PROMPT, model) < TOLERANCE
-    wait_for(lambda: held(lora_engine) == [])
+    wait_until(lambda: held(lora_engine) == [])
 
 
 def test_an_unknown_adapter_is_refused_before_anything_is_sent(
@@ -346,7 +337,9 @@ def test_pinned_replacements_do_not_wait_for_the_room(lora_engine, peft_models):
         assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
 
 
-def test_what_does_not_fit_is_refused_and_the_server_lives(lora_engine, peft_models):
+def test_adapters_that_do_not_fit_are_refused_and_the_server_lives(
+    lora_engine, peft_models
+):
     tensors, config = adapter_from_model(peft_models.make(25))
     one = next(iter(tensors))
 
@@ -418,7 +411,7 @@ def test_folders_that_are_no_adapters(lora_engine, tmp_path):
     assert held(lora_engine) == []
 
 
-def test_what_only_the_server_refuses(lora_engine, peft_models, tmp_path):
+def test_refusals_of_the_server_alone_are_errors(lora_engine, peft_models, tmp_path):
     peft_models.make(26, r=16).save_pretrained(tmp_path)
     control = lora_engine.control
     (outcome,) = run_sync(control.load_lora_adapter("big", str(tmp_path))).values()
@@ -441,7 +434,7 @@ def test_copies_of_the_engine_find_what_was_published(lora_engine, peft_models):
         peft_models.change(model, 28)
         load(lora_engine, "policy", model, version="2", default=True)
         for engine in (copy, other):
-            wait_for(lambda engine=engine: ask(engine).adapter_version == "2")
+            wait_until(lambda engine=engine: ask(engine).adapter_version == "2")
             answer = ask(engine)
             assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
             assert ask(engine, "").adapter is None
@@ -474,7 +467,7 @@ def test_copies_of_the_engine_notice_that_theirs_was_dropped(
             model = peft_models.make(seed)
             load(lora_engine, "policy", model, version=str(seed), default=True)
             for engine in (copy, other):
-                wait_for(
+                wait_until(
                     lambda e=engine, v=str(seed): ask(e).adapter_version == v,
                 )
             # The older one lingers when both are dropped.
@@ -491,7 +484,7 @@ def test_copies_of_the_engine_notice_that_theirs_was_dropped(
         # And that there is one again.
         load(lora_engine, "policy", model, version="38", default=True)
         for engine in (copy, other):
-            wait_for(lambda e=engine: ask(e).adapter_version == "38")
+            wait_until(lambda e=engine: ask(e).adapter_version == "38")
     copy.shutdown()
 
 
@@ -504,10 +497,10 @@ def test_a_request_is_sent_again_without_what_was_dropped(lora_engine, peft_mode
             lora_engine.unload_adapter("policy")
             assert ask(other).adapter is None
             load(lora_engine, "policy", peft_models.make(38), version="1", default=True)
-            wait_for(lambda: ask(other).adapter_version == "1")
+            wait_until(lambda: ask(other).adapter_version == "1")
 
 
-def test_what_a_trainer_left_behind_makes_room(lora_engine, peft_models):
+def test_orphaned_adapters_are_evicted(lora_engine, peft_models):
     """One that was killed has not dropped what it had replaced."""
     old, new = peft_models.make(39), peft_models.make(40)
     tensors, config = adapter_from_model(old)
@@ -532,7 +525,7 @@ def test_what_a_trainer_left_behind_makes_room(lora_engine, peft_models):
         assert peft_models.difference(ask(trainer), PROMPT, new) < TOLERANCE
         assert held(trainer) == ["policy@189", "policy@190"]
         trainer.unload_adapter("policy")
-        wait_for(lambda: held(trainer) == [])
+        wait_until(lambda: held(trainer) == [])
 
 
 @pytest.fixture
@@ -554,8 +547,8 @@ def test_a_server_that_was_started_again_gets_its_adapters(engine_to_kill, peft_
     (process,) = engine_to_kill.servers
     os.kill(process.pid, signal.SIGKILL)
     # Without an adapter it would answer as the base model, or refuse; it does neither.
-    wait_for(lambda: engine_to_kill.stats().servers[0].state != "serving")
-    wait_for(lambda: engine_to_kill.stats().servers[0].state == "serving", 300)
+    wait_until(lambda: engine_to_kill.stats().servers[0].state != "serving")
+    wait_until(lambda: engine_to_kill.stats().servers[0].state == "serving", 300)
     answer = ask(engine_to_kill)
     assert peft_models.difference(answer, PROMPT, model) < TOLERANCE
     assert answer.versions == (VersionSpan(version="5", start=0, end=8),)
@@ -616,7 +609,7 @@ def test_an_adapter_that_one_server_does_not_take(
             load(engine_of_two, "policy", model, version="2", default=True, timeout=1)
     engine_of_two.generate(input_ids=[[5]] * 6)
     assert sent_with(two) == {"policy@1"}
-    wait_for(lambda: names(two[0]) == ["policy@1"])
+    wait_until(lambda: names(two[0]) == ["policy@1"])
     load(engine_of_two, "policy", model, version="2", default=True)
     assert engine_of_two.adapters["policy"].version == "2"
     assert all("policy@2" in names(fake) for fake in two)
@@ -632,7 +625,7 @@ def test_a_server_that_does_not_drop_an_adapter_holds_up_nobody(
         load(engine_of_two, "policy", peft_models.make(32))
 
 
-def test_what_was_replaced_is_dropped_at_shutdown(two, peft_models):
+def test_replaced_adapters_are_dropped_at_shutdown(two, peft_models):
     with AsyncSGLang.connect(urls=[fake.url for fake in two]) as engine:
         for version in "12":
             load(engine, "policy", peft_models.make(33), version=version)

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 from helpers.forked_starts import trainer_python
+from helpers.waiting import wait_until
 
 from torchrl_sglang.support import event_loop
 from torchrl_sglang.support.event_loop import (
@@ -182,7 +183,7 @@ print("ended")
 """
 
 
-def test_what_the_garbage_collector_frees_may_use_the_loop():
+def test_finalizers_may_use_the_loop():
     """A client that is collected in the middle of a call closes its connections."""
     done = subprocess.run(
         [trainer_python(), "-c", COLLECTION],
@@ -270,8 +271,7 @@ def test_an_interrupt_cancels_what_was_waited_for():
     def interrupt() -> None:
         main = threading.main_thread().ident
         started.wait(60)
-        while sys._current_frames()[main].f_code.co_name != "wait":
-            time.sleep(0.01)
+        wait_until(lambda: sys._current_frames()[main].f_code.co_name == "wait")
         signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)

@@ -10,7 +10,7 @@ import asyncio
 import os
 
 import pytest
-from helpers.collecting import wait_until
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AgentProgram, Container
 from torchrl_sglang.errors import ConfigurationError, GatewayError
@@ -135,7 +135,7 @@ def test_it_is_removed_when_its_run_is_cancelled(docker):
         ("Something else.", "no container of 'agent:1': Something else."),
     ],
 )
-def test_what_is_refused_is_told(docker, said, told):
+def test_refused_containers_are_reported(docker, said, told):
     (docker / "failure").write_text(said)
     program = AgentProgram(command=["agent"], container="agent:1", reward=None)
     with pytest.raises(GatewayError, match=told):

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
+from helpers.waiting import wait_until, wait_until_gone
 
 from torchrl_sglang import (
     AgentProgram,
@@ -21,7 +22,6 @@ from torchrl_sglang import (
     Gateway,
     SGLangWrapper,
 )
-from torchrl_sglang.backends.launch.watchdog import is_alive
 from torchrl_sglang.errors import CollectionError, ConfigurationError, GatewayError
 from torchrl_sglang.gateway.programs.process import (
     ProcessTree,
@@ -84,12 +84,6 @@ def keep(found):
         return 0.5
 
     return reward
-
-
-def wait_until_gone(pids):
-    pids = list(pids)
-    assert pids
-    wait_until(lambda: not any(map(is_alive, pids)), SECONDS)
 
 
 def pids_of(folder):
@@ -221,7 +215,7 @@ def test_the_end_of_its_output_is_kept(caplog):
     assert "'sh' ended with status 3. bad" in caplog.text
 
 
-def test_what_it_does_not_read_does_not_matter():
+def test_unread_input_does_not_matter():
     assert (
         run(
             AgentProgram(command=["true"], stdin="{x}", reward=lambda t, r: 1.0),
@@ -231,7 +225,7 @@ def test_what_it_does_not_read_does_not_matter():
     )
 
 
-def test_what_it_has_started_ends_with_it():
+def test_children_end_with_the_program():
     found = []
     script = "sleep 1000 & echo $! ; setsid sleep 1000 & echo $!"
     run(AgentProgram(command=["sh", "-c", script], reward=keep(found)))
@@ -334,7 +328,9 @@ def test_nothing_of_it_is_left_when_its_owner_is_killed():
         ({"command": lambda task, **given: None}, "a list of texts.*got None"),
     ],
 )
-def test_what_cannot_be_run_is_told_and_drops_the_session(gateway, arguments, told):
+def test_a_program_that_cannot_run_is_reported_and_drops_the_session(
+    gateway, arguments, told
+):
     program = AgentProgram(**{"command": ["true"], "reward": None, **arguments})
     with pytest.raises(GatewayError, match=told) as caught:
         asyncio.run(gateway.run_agents(program, [{"text": "a", "list": []}]))

@@ -28,6 +28,6 @@ def test_what_there_is_none_of():
         fill("It", "{c}", {"a": 1})
 
 
-def test_half_of_a_character_is_told():
+def test_half_of_a_character_is_reported():
     with pytest.raises(ConfigurationError, match=r"It has '\\ud83d' in 'cut \\ud83d'"):
         fill("It", "{a}!", {"a": "cut \ud83d"})

@@ -240,7 +240,7 @@ def test_a_server_that_comes_back_without_the_loader(two):
     """It would end at the first message, and the other one goes on without it."""
     two.update()
     restart(two)
-    two.servers[0]._server_args = {}
+    two.servers[0].server_args = {}
     sent = len(two.servers[0].payloads(SEND))
     with pytest.raises(WeightTransferError, match="without custom_weight_l") as caught:
         two.update()

@@ -352,7 +352,7 @@ def test_a_model_that_cannot_be_traced_is_loaded_by_its_own_loader(tmp_path, cap
     assert "aten.mul" in said[0]
 
 
-def test_what_is_not_possible_is_refused(engine, tmp_path):
+def test_impossible_traced_updates_are_refused(engine, tmp_path):
     assert not engine.capabilities.has_traced_loader
     scheme = SGLangWeightSyncScheme(engine, weight_loader="traced")
     with pytest.raises(UnsupportedByServerError, match="not started with weight_load"):

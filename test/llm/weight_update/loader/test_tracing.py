@@ -104,12 +104,12 @@ def test_traced_copies_equal_the_models_own_loader(dtype):
     model, state = Model(), loader.LoaderState()
     before = values(model)
     specs = specs_of(tensors)
-    assert loader._prepare(model, state, specs), state.untraced
+    assert loader.prepare(model, state, specs), state.untraced
     assert same(values(model), before), "Tracing has changed a parameter."
-    loader._apply(model, state, specs, list(tensors.values()))
+    loader.apply_weights(model, state, specs, list(tensors.values()))
     assert same(values(model), values(expected))
     # All of one tensor goes to one place: it can be received there.
-    whole = {s[0] for s in specs if loader._whole(s, state.plans[s]) is not None}
+    whole = {s[0] for s in specs if loader.whole_place(s, state.plans[s]) is not None}
     assert whole == set()
 
 
@@ -120,11 +120,11 @@ def test_a_tensor_that_goes_to_one_place_is_received_there():
 
     model, state = Whole(), loader.LoaderState()
     spec = ("q", "float32", SHAPES["q"])
-    assert loader._prepare(model, state, [spec])
-    place = loader._whole(spec, state.plans[spec])
+    assert loader.prepare(model, state, [spec])
+    place = loader.whole_place(spec, state.plans[spec])
     assert place.data_ptr() == model.fused.weight[4:].data_ptr()
     assert place.numel() == 64
-    assert loader._whole(("q", "bfloat16", SHAPES["q"]), state.plans[spec]) is None
+    assert loader.whole_place(("q", "bfloat16", SHAPES["q"]), state.plans[spec]) is None
 
 
 def compute(model, tensor):
@@ -181,7 +181,7 @@ def test_a_loader_that_does_more_is_not_traced(load):
 
     model, state = Other(), loader.LoaderState()
     before, parameters = values(model), list(model.parameters())
-    assert not loader._prepare(model, state, [("bias", "float32", (12,))])
+    assert not loader.prepare(model, state, [("bias", "float32", (12,))])
     assert state.untraced
     assert same(values(model), before)
     assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
@@ -192,12 +192,12 @@ def test_a_parameter_that_was_replaced_is_traced_again():
     tensors = weights()
     specs = specs_of(tensors)
     model, state = Model(), loader.LoaderState()
-    loader._apply(model, state, specs, list(tensors.values()))
+    loader.apply_weights(model, state, specs, list(tensors.values()))
     old = model.fused.weight
     model.fused.weight = nn.Parameter(torch.zeros(12, 8), requires_grad=False)
     other = {name: -tensor for name, tensor in tensors.items()}
     kept = copy.deepcopy(old)
-    loader._apply(model, state, specs, list(other.values()))
+    loader.apply_weights(model, state, specs, list(other.values()))
     expected = Model()
     expected.load_weights(other.items())
     assert same(values(model), values(expected))
@@ -210,7 +210,7 @@ def test_questions_are_answered_beside_those_for_parameters():
             return [name, size, tp_size]
 
     model, state = Tells(), loader.LoaderState(update=7, requests=2, error="no space")
-    loader._take_questions(model, state)
+    loader.take_questions(model, state)
     assert model.get_weights_by_name("lm_head.weight", 3, tp_size=2) == [
         *("lm_head.weight", 3, 2)
     ]
@@ -225,15 +225,15 @@ def test_questions_are_answered_beside_those_for_parameters():
         assert (state.kept is not None) == kept
 
 
-def test_memory_is_not_kept_where_the_end_of_its_process_cannot_be_told():
+def test_memory_is_not_kept_where_the_end_of_its_process_is_unknown():
     """Of a process in another container, the number is that of another one here."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as sender:
         began = loader.process_start(sender.pid)
         model, state = Model(), loader.LoaderState()
-        loader._STATES[model] = state
+        loader.STATES[model] = state
         for known in (None, "1"):
-            assert not loader._watch(sender.pid, known)
-        assert loader._watch(sender.pid, began)
+            assert not loader.watch_sender(sender.pid, known)
+        assert loader.watch_sender(sender.pid, began)
         state.kept = loader.OpenMemory(number=1, pid=sender.pid, copies=loader.Copies())
         (waiting,) = (t for t in threading.enumerate() if "-sender" in t.name)
         sender.kill()
@@ -241,7 +241,7 @@ def test_memory_is_not_kept_where_the_end_of_its_process_cannot_be_told():
     waiting.join(60)
     assert not waiting.is_alive()
     assert state.kept is None
-    assert not loader._watch(sender.pid, began)
+    assert not loader.watch_sender(sender.pid, began)
 
 
 def test_the_name_is_the_one_that_servers_are_given():
@@ -258,21 +258,21 @@ def test_open_memory_is_read_again():
     tensors = weights()
     specs = specs_of(tensors)
     model, state = Model(), loader.LoaderState()
-    loader._apply(model, state, specs, list(tensors.values()))
-    pairs = loader._pairs(state, specs, list(tensors.values()))
+    loader.apply_weights(model, state, specs, list(tensors.values()))
+    pairs = loader.pair_tensors(state, specs, list(tensors.values()))
     copies = loader.make_copies(loader.join_steps(pairs))
     state.kept = loader.OpenMemory(number=3, pid=1, copies=copies)
     for tensor in tensors.values():
         tensor.mul_(-0.5)
-    loader._again(model, state, {"memory": 3}, torch.empty(0))
+    loader.copy_again(model, state, {"memory": 3}, torch.empty(0))
     expected = Model()
     expected.load_weights(tensors.items())
     assert same(values(model), values(expected))
     with pytest.raises(LookupError, match="not open here any more"):
-        loader._again(model, state, {"memory": 4}, torch.empty(0))
+        loader.copy_again(model, state, {"memory": 4}, torch.empty(0))
     model.row.weight = nn.Parameter(torch.zeros(8, 4), requires_grad=False)
     with pytest.raises(LookupError, match="not open here any more"):
-        loader._again(model, state, {"memory": 3}, torch.empty(0))
+        loader.copy_again(model, state, {"memory": 3}, torch.empty(0))
 
 
 class Mixture(nn.Module):
@@ -302,8 +302,8 @@ def test_copies_that_lie_together_become_one(parts, runs):
         tensors = {f"{2 - int(n[0])}{n[1:]}": each for n, each in tensors.items()}
     specs = specs_of(tensors)
     model, state = Mixture(), loader.LoaderState()
-    assert loader._prepare(model, state, specs)
-    pairs = loader._pairs(state, specs, list(tensors.values()))
+    assert loader.prepare(model, state, specs)
+    pairs = loader.pair_tensors(state, specs, list(tensors.values()))
     copies = loader.make_copies(loader.join_steps(pairs))
     ((targets, sources),) = copies.grouped.values()
     assert len(targets) == len(sources) == runs
@@ -322,7 +322,7 @@ def test_a_run_of_bytes_is_loaded_wherever_it_lies():
             [each.reshape(-1).view(torch.uint8) for each in tensors.values()]
         )
         elsewhere = torch.zeros(len(flat) + offset, dtype=torch.uint8)[offset:]
-        loader._load_flat(model, state, specs, elsewhere.copy_(flat))
+        loader.load_flat(model, state, specs, elsewhere.copy_(flat))
         expected = Model()
         expected.load_weights(tensors.items())
         assert same(values(model), values(expected))
@@ -348,7 +348,7 @@ def abandoned(monkeypatch):
 
 def guarded(order) -> Broadcast:
     work = Broadcast()
-    loader._guard("group", work, order)
+    loader.guard_broadcast("group", work, order)
     return work
 
 

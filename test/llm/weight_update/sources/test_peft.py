@@ -141,7 +141,7 @@ def test_half_precision(hf_model, served):
     assert torch.equal(found[name], merge(adapted)[name].half())
 
 
-def test_what_is_active_is_sent(hf_model, served):
+def test_active_adapters_are_sent(hf_model, served):
     base = copy.deepcopy(hf_model.state_dict())
     adapted = adapt(hf_model, CONFIGURATIONS["LoRA"])
     adapted.add_adapter("other", peft.LoraConfig(r=2, target_modules=["up_proj"]))
@@ -233,7 +233,9 @@ def test_experts_with_adapters():
         ),
     ],
 )
-def test_what_cannot_be_merged_is_refused(hf_model, served, configuration, words):
+def test_adapters_that_cannot_be_merged_are_refused(
+    hf_model, served, configuration, words
+):
     adapted = adapt(hf_model, configuration)
     with pytest.raises(ConfigurationError, match=words):
         open_weights(adapted, served)

@@ -114,7 +114,7 @@ class Fp8(Rounded):
     quantized = "fp8"
 
 
-def test_what_is_wrong_is_found_before_anything_is_sent(restored_engine, hf_model):
+def test_encoding_errors_are_found_before_sending(restored_engine, hf_model):
     engine = restored_engine
     before = difference(engine, hf_model)
     for encoding, error, words in (

@@ -307,15 +307,15 @@ class LoaderState:
         ]
 
 
-_STATES: weakref.WeakKeyDictionary[Any, LoaderState] = weakref.WeakKeyDictionary()
+STATES: weakref.WeakKeyDictionary[Any, LoaderState] = weakref.WeakKeyDictionary()
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Executes one request; SGLang calls it in each rank."""
-    state = _STATES.get(model)
+    state = STATES.get(model)
     if state is None:
-        state = _STATES[model] = LoaderState()
-        _take_questions(model, state)
+        state = STATES[model] = LoaderState()
+        take_questions(model, state)
     try:
         ((text, content),) = named_tensors
         order = json.loads(text)
@@ -353,7 +353,7 @@ def _all_ranks(fine: bool) -> bool:
     return not worst.item()
 
 
-def _take_questions(model: Any, state: LoaderState) -> None:
+def take_questions(model: Any, state: LoaderState) -> None:
     """Makes the model answer queries of this module beside those for parameters."""
     get_parameter: Callable[..., Any] | None = getattr(
         model, "get_weights_by_name", None
@@ -369,7 +369,7 @@ def _take_questions(model: Any, state: LoaderState) -> None:
     model.get_weights_by_name = get_weights_by_name
 
 
-def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
+def prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
     """Traces new tensors; returns whether all have a plan."""
     if state.untraced:
         return False
@@ -398,7 +398,7 @@ def _prepare(model: Any, state: LoaderState, specs: Sequence[Spec]) -> bool:
     return True
 
 
-def _pairs(
+def pair_tensors(
     state: LoaderState, specs: Sequence[Spec], tensors: Sequence[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, CopyStep]]:
     """Yields the steps of traced tensors, each with its tensor."""
@@ -407,15 +407,15 @@ def _pairs(
             yield tensor, step
 
 
-def _apply(
+def apply_weights(
     model: Any,
     state: LoaderState,
     specs: Sequence[Spec],
     tensors: Sequence[torch.Tensor],
 ) -> None:
     """Loads tensors, by their plans if they have any."""
-    if _prepare(model, state, specs):
-        make_copies(_pairs(state, specs, tensors)).run()
+    if prepare(model, state, specs):
+        make_copies(pair_tensors(state, specs, tensors)).run()
     else:
         names = (name for name, _, _ in specs)
         model.load_weights(list(zip(names, tensors, strict=True)))
@@ -519,12 +519,12 @@ def _views(flat: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
     return views
 
 
-def _load_flat(
+def load_flat(
     model: Any, state: LoaderState, specs: Sequence[Spec], flat: torch.Tensor
 ) -> None:
     """Loads consecutive tensors in a flat byte tensor."""
-    if not _prepare(model, state, specs):
-        _apply(model, state, specs, _views(flat, specs))
+    if not prepare(model, state, specs):
+        apply_weights(model, state, specs, _views(flat, specs))
         return
     key = tuple(specs)
     layout = state.layouts.get(key)
@@ -532,7 +532,9 @@ def _load_flat(
         base = int(flat.storage_offset())
         layout = state.layouts[key] = [
             (view.dtype, step.moved(int(view.storage_offset()) - base // view.itemsize))
-            for view, step in join_steps(_pairs(state, specs, _views(flat, specs)))
+            for view, step in join_steps(
+                pair_tensors(state, specs, _views(flat, specs))
+            )
         ]
     typed = {
         dtype: flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)
@@ -543,7 +545,7 @@ def _load_flat(
 
 def _bucket(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Loads tensors whose bytes came with the request."""
-    _load_flat(model, state, _specs(order), content)
+    load_flat(model, state, _specs(order), content)
 
 
 def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
@@ -553,17 +555,19 @@ def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> 
     state.kept = None
     tensors = [_rebuild(*handle) for handle in order["handles"]]
     if order["apart"]:
-        _prepare(model, state, specs)
+        prepare(model, state, specs)
         for spec, tensor in zip(specs, tensors, strict=True):
-            _apply(model, state, [spec], [tensor.to(content.device)])
+            apply_weights(model, state, [spec], [tensor.to(content.device)])
         return
-    _apply(model, state, specs, tensors)
-    if not state.untraced and _watch(order["pid"], order["began"]):
-        copies = make_copies(join_steps(_pairs(state, specs, tensors)))
+    apply_weights(model, state, specs, tensors)
+    if not state.untraced and watch_sender(order["pid"], order["began"]):
+        copies = make_copies(join_steps(pair_tensors(state, specs, tensors)))
         state.kept = OpenMemory(order["memory"], order["pid"], copies)
 
 
-def _again(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
+def copy_again(
+    model: Any, state: LoaderState, order: Any, content: torch.Tensor
+) -> None:
     """Loads from memory that is already open."""
     memory = state.kept
     valid = all(place.is_valid() for place in state.places.values())
@@ -629,7 +633,7 @@ _WATCHED: set[int] = set()
 """Senders with a watch for their end."""
 
 
-def _watch(pid: int, began: str | None) -> bool:
+def watch_sender(pid: int, began: str | None) -> bool:
     """Closes a sender's memory when its process ends; returns whether it can.
 
     Memory that is open here is not freed when the sender ends.
@@ -649,7 +653,7 @@ def _watch(pid: int, began: str | None) -> bool:
         select.select([descriptor], [], [])
         os.close(descriptor)
         _WATCHED.discard(pid)
-        for state in list(_STATES.values()):
+        for state in list(STATES.values()):
             if state.kept is not None and state.kept.pid == pid:
                 state.kept = None
 
@@ -663,7 +667,7 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
     NCCL broadcasts are only queued on the device at the return.
     """
     group, device = _find_group(order["group"]), content.device
-    _prepare(
+    prepare(
         model, state, [spec for bucket in order["buckets"] for spec in _specs(bucket)]
     )
     latest = None
@@ -673,7 +677,7 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
     finally:
         if device.type == "cuda" and latest is not None:
             # Works end in order, and keep their buffers alive.
-            _guard(order["group"], latest, order)
+            guard_broadcast(order["group"], latest, order)
 
 
 def _receive_bucket(
@@ -688,10 +692,11 @@ def _receive_bucket(
         flat = torch.empty(bucket["num_bytes"], dtype=torch.uint8, device=device)
         work = dist.broadcast(flat, src=0, group=group, async_op=True)
         work.wait()
-        _load_flat(model, state, specs, flat)
+        load_flat(model, state, specs, flat)
         return work
     direct: list[torch.Tensor | None] = [
-        None if state.untraced else _whole(spec, state.plans[spec]) for spec in specs
+        None if state.untraced else whole_place(spec, state.plans[spec])
+        for spec in specs
     ]
     received = [
         torch.empty(shape, dtype=getattr(torch, dtype), device=device)
@@ -711,11 +716,11 @@ def _receive_bucket(
     indirect = [index for index, into in enumerate(direct) if into is None]
     if indirect:
         some = [specs[index] for index in indirect]
-        _apply(model, state, some, [received[index] for index in indirect])
+        apply_weights(model, state, some, [received[index] for index in indirect])
     return pending[-1]
 
 
-def _guard(name: str, last: Any, order: Any) -> None:
+def guard_broadcast(name: str, last: Any, order: Any) -> None:
     """Ends broadcasts after the end of their sender, or a timeout.
 
     Otherwise they keep the device busy forever.
@@ -748,7 +753,7 @@ def _abandon(name: str) -> None:
     backend.abort()
 
 
-def _whole(spec: Spec, plan: Plan) -> torch.Tensor | None:
+def whole_place(spec: Spec, plan: Plan) -> torch.Tensor | None:
     """Returns the part of a parameter that takes a whole tensor unchanged, if any."""
     if len(plan) != 1 or plan[0].fill is not None:
         return None
@@ -786,7 +791,7 @@ def _find_group(name: str) -> Any:
 ACTIONS: dict[str, Callable[[Any, LoaderState, Any, torch.Tensor], None]] = {
     "bucket": _bucket,
     "open": _open,
-    "again": _again,
+    "again": copy_again,
     "receive": _receive,
 }
 """Actions of requests."""
