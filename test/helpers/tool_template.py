@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-__all__ = ["ADD", "CALL", "THOUGHT", "TOOLS", "TOOL_TEMPLATE"]
+from typing import Any
+
+from torchrl_sglang import AsyncSGLang, Gateway
+
+__all__ = ["ADD", "CALL", "THOUGHT", "TOOLS", "TOOL_TEMPLATE", "gateway_of"]
 
 TOOL_TEMPLATE = """\
 {%- if tools %}
@@ -52,3 +56,10 @@ CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9]\}\}\n</tool_cal
 
 THOUGHT = "<think>[a-f]{4}</think>"
 """Regular expression of reasoning."""
+
+
+def gateway_of(engine: AsyncSGLang, **arguments: Any) -> Gateway:
+    """Returns a gateway with the template, and parsers of what the model writes."""
+    parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+    given = {"chat_template": TOOL_TEMPLATE, **parsers, **arguments}
+    return Gateway(engine, **given)

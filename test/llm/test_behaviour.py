@@ -12,6 +12,7 @@ import random
 import pytest
 import requests
 import torch
+from helpers.branches import ask_twice
 from helpers.fake_server import SAMPLING_LOG_PROB, FakeServer
 from helpers.log_probs import TOLERANCE, score
 from helpers.samplers import expected
@@ -289,22 +290,7 @@ def test_branches_of_a_gateway(engine, hf_model):
     with Gateway(
         engine, logprobs_mode="behaviour", default_sampling_params=bound
     ) as gateway:
-        session = gateway.session("a")
-
-        def say(messages):
-            answer = requests.post(
-                f"{session.base_url}/chat/completions",
-                json={"model": "m", "messages": messages, "max_tokens": LENGTH},
-                headers={"Authorization": f"Bearer {session.key}"},
-                timeout=60,
-            )
-            answer.raise_for_status()
-            return [answer.json()["choices"][0]["message"]]
-
-        messages = [{"role": "user", "content": "Hi"}]
-        messages += say(messages)
-        for question in ("more", "less"):
-            say([*messages, {"role": "user", "content": question}])
+        ask_twice(gateway.session("a"), max_tokens=LENGTH)
         turns = gateway.session("a").turns
         rows = gateway.to_tensordict()
     assert (len(turns), len(rows)) == (3, 2)

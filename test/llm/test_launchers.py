@@ -10,7 +10,6 @@ import resource
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 from helpers.echo_engine import make_interpreter
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until_gone
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.http import limit_in_flight
@@ -71,13 +71,6 @@ def start(tiny_model_path: str, python: str) -> Callable[[], AsyncSGLang]:
     )
 
 
-def ended(pid: int) -> bool:
-    deadline = time.monotonic() + SECONDS
-    while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not is_alive(pid)
-
-
 @pytest.mark.parametrize("used", [False, True])
 def test_an_engine_that_is_dropped_ends_its_servers(start, used):
     gc.disable()
@@ -88,7 +81,7 @@ def test_an_engine_that_is_dropped_ends_its_servers(start, used):
         pids = [engine.servers[0].pid, *descendants(engine.servers[0].pid)]
         fleet = weakref.ref(engine._fleet)
         del engine
-        assert all(map(ended, pids))
+        wait_until_gone(pids)
         assert fleet() is None
     finally:
         gc.enable()
@@ -104,7 +97,7 @@ def test_a_start_ends_servers_that_only_a_cycle_holds(start):
         del engine, sender
         assert is_alive(pid)
         with start():
-            assert ended(pid)
+            wait_until_gone([pid])
     finally:
         gc.enable()
 
@@ -127,10 +120,10 @@ def test_a_notebook_cell_that_runs_twice(start):
 
     asyncio.run(notebook())
     first, second = pids
-    assert ended(first)
+    wait_until_gone([first])
     assert is_alive(second)
     names["engine"].shutdown()
-    assert ended(second)
+    wait_until_gone([second])
 
 
 def test_a_thread_that_ends_leaves_its_engine_behind(start):
@@ -142,7 +135,7 @@ def test_a_thread_that_ends_leaves_its_engine_behind(start):
         assert engine.generate(**GENERATE)[0].token_ids == [5, 6, 7, 5]
         assert engine.servers[0].state == "ready"
         pid = engine.servers[0].pid
-    assert ended(pid)
+    wait_until_gone([pid])
 
 
 SCRIPT = """
@@ -222,7 +215,7 @@ def script_says(tiny_model_path: str, python: str) -> dict:
 def test_a_script_on_standard_input(script_says):
     assert script_says["tokens"] == [5, 6, 7, 5]
     # The script ends without a word about its servers.
-    assert ended(script_says["pid"])
+    wait_until_gone([script_says["pid"]])
 
 
 @pytest.mark.slow
@@ -279,4 +272,4 @@ def test_a_ray_actor_has_an_engine_until_it_is_killed(
     assert not left & set(found["server"])
     assert is_alive(found["pid"])
     ray_here.kill(actor)
-    assert ended(found["pid"])
+    wait_until_gone([found["pid"]])

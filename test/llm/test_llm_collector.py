@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.slow import diagonal
 from tensordict import (
     LazyStackedTensorDict,
     NonTensorData,
@@ -172,8 +173,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("transforms", TRANSFORMS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "transforms"), diagonal(FORMS, TRANSFORMS))
 def test_batches_are_the_same(fake_engine, transforms, form):
     if transforms == "none" and FORMS[form].get("yield_completed_trajectories"):
         pytest.skip("No conversation ends.")

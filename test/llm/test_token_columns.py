@@ -12,8 +12,8 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import requests
 import torch
+from helpers.branches import ask_twice
 from helpers.log_probs import TOLERANCE
 from helpers.log_probs import score as score_by
 from helpers.yes_no import CHOICES, YES_NO, ask, expected
@@ -175,22 +175,7 @@ def test_the_gateway(engine, hf_model, tmp_path):
     """Branches share a turn, and a file keeps what the gateway recorded."""
     path = tmp_path / "sessions"
     with Gateway(engine, token_columns=[YES_NO], path=path) as gateway:
-        session = gateway.session("a")
-
-        def say(messages):
-            answer = requests.post(
-                f"{session.base_url}/chat/completions",
-                json={"model": "m", "messages": messages, "max_tokens": 6},
-                headers={"Authorization": f"Bearer {session.key}"},
-                timeout=60,
-            )
-            answer.raise_for_status()
-            return [answer.json()["choices"][0]["message"]]
-
-        messages = [{"role": "user", "content": "Hi"}]
-        messages += say(messages)
-        for question in ("more", "less"):
-            say([*messages, {"role": "user", "content": question}])
+        ask_twice(gateway.session("a"), max_tokens=6)
         turns = gateway.session("a").turns
         batch = gateway.to_tensordict()
     assert batch.shape == (2,)

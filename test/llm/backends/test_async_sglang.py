@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import dataclasses
 import json
 import math
 import pickle
@@ -19,8 +18,11 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
+import requests
 import torch
+from helpers.engines import with_capabilities
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
@@ -277,7 +279,7 @@ def test_arguments_of_vllm_are_refused_with_ours(fake_engine, entry, name, words
     ids=lambda error: type(error).__name__,
 )
 @pytest.mark.parametrize("return_exceptions", [True, False])
-def test_what_on_tokens_raises_is_no_fault_of_a_server(
+def test_an_error_of_on_tokens_is_no_fault_of_a_server(
     fake_engine, fake, error, return_exceptions
 ):
     def on_tokens(ids):
@@ -369,14 +371,12 @@ def test_the_longest_prompt_is_what_the_server_says(engine):
     with pytest.raises(ConfigurationError, match=f"at most {longest} prompt tokens"):
         engine.generate(input_ids=[5] * (longest + 1), sampling_params=FOUR)
     # Not because we are too strict:
-    beyond = copy.copy(engine)
-    beyond.capabilities = dataclasses.replace(engine.capabilities, max_prompt=10**6)
-    beyond._compose()
+    beyond = with_capabilities(engine, max_prompt=10**6)
     with pytest.raises(RequestRefusedError, match="HTTP 400"):
         beyond.generate(input_ids=[5] * (longest + 1), sampling_params=FOUR)
 
 
-def test_a_response_that_has_no_room_is_told_once(fake_engine, caplog):
+def test_a_response_without_room_warns_once(fake_engine, caplog):
     context = fake_engine.capabilities.max_context
     torchrl_logger.addHandler(caplog.handler)
     try:
@@ -432,7 +432,7 @@ REFUSED = [
 ]
 
 
-def test_what_we_let_through_the_server_accepts(engine):
+def test_accepted_parameters_are_accepted_by_the_server(engine):
     params = [{**FOUR, **own} for own in ACCEPTED]
     engine.generate(input_ids=[[5, 6]] * len(params), sampling_params=params)
     grammars = {"regex", "json_schema", "ebnf", "structural_tag"}
@@ -441,16 +441,12 @@ def test_what_we_let_through_the_server_accepts(engine):
 
 
 @pytest.mark.parametrize("params", REFUSED, ids=repr)
-def test_what_we_refuse_the_server_refuses_too(engine, params):
+def test_refused_parameters_are_refused_by_the_server(engine, params):
     with pytest.raises((ConfigurationError, UnsupportedByServerError)):
         engine.generate(input_ids=[5], sampling_params={**FOUR, **params})
     payload = {"input_ids": [5], "sampling_params": {**FOUR, **params}}
-    answer = run_sync(
-        engine._http.request(
-            "POST", f"{engine.server_url}/generate", payload, timeout=30
-        )
-    )
-    assert answer.status == 400
+    answer = requests.post(f"{engine.server_url}/generate", json=payload, timeout=30)
+    assert answer.status_code == 400
 
 
 # --- bad input
@@ -780,10 +776,7 @@ def test_profile(engine, tmp_path):
     engine.start_profile(str(tmp_path), activities=["CPU"])
     engine.generate(input_ids=[5], sampling_params=FOUR)
     engine.stop_profile()
-    deadline = time.monotonic() + 30
-    while not list(tmp_path.rglob("*.trace.json.gz")):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: list(tmp_path.rglob("*.trace.json.gz")))
     assert engine.generate(input_ids=[5], sampling_params=FOUR)
 
 

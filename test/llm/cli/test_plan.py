@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.slow import diagonal
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoModelForCausalLM,
@@ -224,8 +225,10 @@ def saved_bytes(config, *, tokens, autocast):
     return sum(size for place, size in kept.items() if place not in weights)
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16"])
-@pytest.mark.parametrize("kind", [Qwen2Config, LlamaConfig, Qwen3Config])
+@pytest.mark.parametrize(
+    ("kind", "autocast"),
+    diagonal([Qwen2Config, LlamaConfig, Qwen3Config], [True, False]),
+)
 def test_activations_of_a_layer(kind, autocast):
     tokens, few, many = 512, *(kind(num_hidden_layers=n, **SMALL) for n in (1, 4))
     shape = read_shape(few)
@@ -357,7 +360,7 @@ SHAPES = [QWEN_05B, QWEN_3B, QWEN_7B, LLAMA_8B]
 
 @pytest.mark.parametrize("memory", [24, 80, 139])
 @pytest.mark.parametrize("gpus", [1, 2, 3, 8, 16, 64])
-def test_what_is_recommended_fits(gpus, memory):
+def test_recommended_arrangements_fit(gpus, memory):
     cluster = Cluster(gpus=gpus, memory=memory * GIB)
     for shape in map(read_shape, SHAPES):
         for work in (
@@ -561,7 +564,7 @@ def test_a_configuration_file(tiny_model_path, tmp_path, capsys):
         (["--sequence", "100000"], "is more than the"),
     ],
 )
-def test_what_is_refused(words, message, tiny_model_path, capsys):
+def test_invalid_arguments_are_refused(words, message, tiny_model_path, capsys):
     begin = ["plan", "--gpus", "1", "--model", tiny_model_path]
     assert main([*begin, *words]) == 2
     assert message in capsys.readouterr().err

@@ -22,8 +22,10 @@ import aiohttp
 import pytest
 import torch
 from datasets import Dataset
-from helpers.collecting import tasks, wait_until
+from helpers.collecting import tasks
+from helpers.slow import diagonal
 from helpers.tool_template import TOOL_TEMPLATE
+from helpers.waiting import wait_until
 from torch.utils.data import DataLoader
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
@@ -203,8 +205,9 @@ def is_fault(hook: str, fault: str) -> bool:
     return (hook, fault) not in right
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["threads", "coroutines"])
-@pytest.mark.parametrize("hook", sorted(RIGHT))
+@pytest.mark.parametrize(
+    ("hook", "asynchronous"), diagonal(sorted(RIGHT), [False, True])
+)
 def test_a_function_that_fails_once(make, hook, asynchronous):
     for fault in FAULTS:
         moment = random.Random(f"{hook} {fault} {asynchronous}").randint(1, 4)
@@ -383,7 +386,7 @@ def test_the_reserved_names_are_those_of_a_row(make, gateway):
                 collector._collection.groups.check_columns([name])
 
 
-def test_what_a_tensor_cannot_hold_is_kept_as_it_is(make):
+def test_values_that_no_tensor_holds_are_kept(make):
     class Odd:
         pass
 
@@ -504,7 +507,7 @@ def found(name):
     return parser
 
 
-def test_the_policy_is_told_of_its_tools(make, policy):
+def test_the_policy_gets_its_tools(make, policy):
     told = policy.get_new_version(chat_template=TOOL_TEMPLATE, prefer_tokens=True)
     collector = make(
         policy=told,

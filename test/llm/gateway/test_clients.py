@@ -11,14 +11,12 @@ import itertools
 import json
 from contextlib import contextmanager
 
-import anthropic
 import openai
 import pytest
 import torch
 from helpers.log_probs import TOLERANCE
-from helpers.tool_template import ADD, CALL, THOUGHT, TOOL_TEMPLATE, TOOLS
+from helpers.tool_template import ADD, CALL, THOUGHT, TOOLS, gateway_of
 from langchain_core.messages import HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
 
 from torchrl_sglang.gateway.gateway import Gateway
@@ -35,20 +33,6 @@ AS_ANTHROPIC = {
 def written(regex, **arguments):
     """Arguments that make the model write this."""
     return {"extra_body": {"regex": regex}, "max_tokens": 200, **arguments}
-
-
-@contextmanager
-def gateway_of(engine, **arguments):
-    parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-    given = {"chat_template": TOOL_TEMPLATE, **parsers, **arguments}
-    with Gateway(engine, **given) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
-def gateway(grammar_engine):
-    with gateway_of(grammar_engine) as gateway:
-        yield gateway
 
 
 @pytest.fixture
@@ -341,6 +325,8 @@ def test_the_asynchronous_client(session):
 @contextmanager
 def anthropic_client(engine, score, **arguments):
     """Yields a session and a client of it."""
+    import anthropic
+
     with gateway_of(engine, **arguments) as gateway:
         session = gateway.session()
         with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
@@ -439,6 +425,8 @@ def test_stop_sequences(grammar_engine, score):
 
 
 def test_errors_of_anthropics_client(grammar_engine):
+    import anthropic
+
     with gateway_of(grammar_engine) as gateway:
         session, other = gateway.session(), gateway.session()
         client = anthropic.Anthropic(base_url=session.url, api_key=session.key)
@@ -457,6 +445,7 @@ def test_errors_of_anthropics_client(grammar_engine):
 
 def test_langchain(session):
     """Its messages go round twice, and streamed ones once."""
+    from langchain_openai import ChatOpenAI
 
     def add(a: int) -> int:
         """Adds."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 
-import anthropic
 import openai
 import pytest
 import requests
@@ -508,6 +507,8 @@ def test_wrong_ignored_params(fake_engine, names):
 @pytest.mark.parametrize("stream", [False, True])
 def test_edits_of_a_conversation_are_none(session, fields, ignored, stream):
     """The answer says so in the API's own words, too."""
+    import anthropic
+
     with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
         asked = {"model": "m", "max_tokens": 4, "messages": HELLO, **fields}
         betas = ["context-management-2025-06-27", "some-beta"]
@@ -609,7 +610,7 @@ def test_documents_are_text(session, given, text):
         ),
     ],
 )
-def test_what_anthropics_dialect_refuses(session, fields, words):
+def test_anthropics_dialect_refuses_unsupported_fields(session, fields, words):
     answer = post(session, MESSAGES, **fields)
     assert answer.status_code == 400
     assert words in answer.json()["error"]["message"]
@@ -628,6 +629,8 @@ def test_counts_need_no_answer(session):
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_that_is_left_out_joins(fake, stream):
     """Its signature stands for it, and what the model wrote goes on."""
+    import anthropic
+
     with gateway_of(fake, chat_template=THINKS, reasoning_parser="qwen3") as gateway:
         session = gateway.session()
         asked = [{"role": "user", "content": "<think>hm</think>42"}]
@@ -678,6 +681,8 @@ def test_streamed_and_not_are_recorded_alike(fake, path):
 
 def test_a_conversation_of_claude_code(fake):
     """All that it sends at once, twice; its body without the 100 kB of tools."""
+    import anthropic
+
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = {
         "model": "claude-opus-4-7",
@@ -729,6 +734,8 @@ def test_a_signature_proves_nothing(fake):
 
 
 def test_a_model_by_its_name(gateway, session):
+    import anthropic
+
     (name,) = gateway.models
     with openai.OpenAI(base_url=session.base_url, api_key=session.key) as client:
         assert client.models.retrieve(name).id == name

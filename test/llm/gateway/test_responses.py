@@ -9,19 +9,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from contextlib import contextmanager
 
 import openai
 import pytest
 import requests
 import torch
 from helpers.log_probs import TOLERANCE
-from helpers.tool_template import ADD, CALL, THOUGHT, TOOL_TEMPLATE, TOOLS
+from helpers.tool_template import ADD, CALL, THOUGHT, TOOLS, gateway_of
 from openai.types.responses import Response
 from pydantic import BaseModel
 
 from torchrl_sglang.gateway.dialects.responses.events import EventStream
-from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.routes.sessions import IGNORED
 
 FUNCTIONS = [{"type": "function", **ADD}]
@@ -33,20 +31,6 @@ def written(regex, **arguments):
     body = {"regex": regex, **arguments.pop("extra_body", {})}
     most = {"max_output_tokens": 300, "temperature": 0}
     return {"model": "m", "extra_body": body, **most, **arguments}
-
-
-@contextmanager
-def gateway_of(engine, **arguments):
-    parsers = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-    given = {"chat_template": TOOL_TEMPLATE, **parsers, **arguments}
-    with Gateway(engine, **given) as gateway:
-        yield gateway
-
-
-@pytest.fixture(scope="module")
-def gateway(grammar_engine):
-    with gateway_of(grammar_engine) as gateway:
-        yield gateway
 
 
 @pytest.fixture
@@ -546,7 +530,7 @@ def test_a_response_without_an_input(client, session):
     assert len(session.turns) == 1
 
 
-def test_what_is_not_kept_is_not_found(client, session, gateway):
+def test_responses_that_are_not_stored_are_not_found(client, session, gateway):
     ask = {"model": "m", "input": "hello", "max_output_tokens": 4}
     response = client.responses.create(store=False, **ask)
     with pytest.raises(openai.NotFoundError):
@@ -655,7 +639,7 @@ AI_SDK = {
         ({"odd": 1}, "odd"),
     ],
 )
-def test_what_is_accepted(engine, body, ignored):
+def test_supported_fields_are_accepted(engine, body, ignored):
     with gateway_of(engine, ignored_params=["odd"]) as gateway:
         answer = post(gateway.session(), **body)
         counted = post(gateway.session(), "/responses/input_tokens", **body)
@@ -699,7 +683,7 @@ def test_what_is_accepted(engine, body, ignored):
         ({"instructions": ["a"]}, "must be a text"),
     ],
 )
-def test_what_is_refused(engine, body, message):
+def test_unsupported_fields_are_refused(engine, body, message):
     with gateway_of(engine) as gateway:
         answer = post(gateway.session(), **body)
     assert answer.status_code == 400, answer.text

@@ -6,7 +6,6 @@ import asyncio
 import json
 from contextlib import contextmanager
 
-import anthropic
 import httpx
 import openai
 import pytest
@@ -183,6 +182,8 @@ def chat_deltas(session):
 
 
 def message_deltas(session):
+    import anthropic
+
     reasoning, content, calls = [], [], []
     with (
         anthropic.Anthropic(base_url=session.url, api_key=session.key) as client,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
 import pytest
 import torch
+from helpers.csv_logs import logged
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model
 
 from torchrl_sglang import GRPO
@@ -29,12 +27,6 @@ TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="it has the server on a second GP
 
 def few_tokens(conversation, task):
     return -len(conversation.turns[-1].token_ids) / 10
-
-
-def read_scalar(folder: Path, name: str) -> list[float]:
-    (path,) = (folder / "logs").rglob(f"scalars/{name}.csv")
-    with path.open() as file:
-        return [float(value) for _, value in csv.reader(file)]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +82,7 @@ def test_a_run(arguments, gpu_model_path, tmp_path):
     # Trainer and server agree about the tokens, after each update, too. Responses of an
     # asynchronous run are older after its first batch.
     is_async = "max_staleness" in arguments
-    kl = read_scalar(folder, "rollout_corr/kl" if is_async else "train/kl_approx")
+    kl = logged(folder, "rollout_corr/kl" if is_async else "train/kl_approx")
     assert len(kl) == 3
     assert max(map(abs, kl[:1] if is_async else kl)) < TOLERANCE
     assert len((folder / "rollouts.jsonl").read_text().splitlines()) == 48

@@ -21,6 +21,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from helpers.fake_launcher import FakeLauncher
 from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE, difference
 from helpers.tool_template import TOOL_TEMPLATE
@@ -44,7 +45,6 @@ from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.released_memory import ReleasedMemory
 from torchrl_sglang.trainers.report import PhaseClock
 from torchrl_sglang.trainers.run import Run
-from torchrl_sglang.trainers.serving import Serving
 from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.viewer.groups import conversations_of
@@ -291,7 +291,7 @@ def test_a_run_that_goes_on(make, tmp_path):
     assert Counter(row["step"] for row in rows) == dict.fromkeys(range(1, 13), 16)
 
 
-def test_what_cannot_go_on_reaches_no_server(make, restored_engine, tmp_path):
+def test_runs_that_cannot_go_on_reach_no_server(make, restored_engine, tmp_path):
     """Other prompts, a state that is none, and weights that a disk has lost."""
     make(steps=1).train()
     served = restored_engine.control.weight_versions
@@ -449,17 +449,14 @@ def test_tensorboard_and_another_logger_afterwards(make, restored_engine, tmp_pa
 
 
 @pytest.mark.parametrize("logger", ["wandb", "tensorboard"])
-def test_a_logger_that_is_not_installed(make, monkeypatch, tmp_path, logger):
+def test_a_logger_that_is_not_installed(make, monkeypatch, tiny_model_path, logger):
     monkeypatch.setitem(sys.modules, logger, None)
-
-    def start(*args):
-        raise AssertionError("Servers were started.")
-
-    monkeypatch.setattr(Serving, "start", start)
+    launcher = FakeLauncher(tiny_model_path, 1)
     # The second time as the first one.
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="logger='csv'"):
-            make(logger=logger).train()
+            make(logger=logger, engine={"launcher": launcher}).train()
+    assert launcher.handles == [], "Servers were started."
 
 
 def test_parts_that_are_given(make, tmp_path):
@@ -609,7 +606,7 @@ def test_overlong_responses_are_punished():
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
 )
-def test_what_is_refused(make, arguments, message):
+def test_invalid_arguments_are_refused(make, arguments, message):
     with pytest.raises((ConfigurationError, CollectionError)) as caught:
         make(**arguments).train()
     assert message in str(caught.value)

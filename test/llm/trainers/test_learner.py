@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.log_probs import score
+from helpers.slow import diagonal
 from helpers.torchrun import run_ranks
 from tensordict import TensorDict, lazy_stack
 from torch.optim import lr_scheduler as lrs
@@ -441,7 +442,7 @@ def test_nothing_is_dropped(hf_model):
 
 def test_a_model_that_cannot_pack_is_said(tiny_model_path, tokenizer):
     model = load_model(tiny_model_path, device=CPU)
-    model.config._attn_implementation = "eager"
+    model.set_attn_implementation("eager")
     loss = CorrectedGRPOLoss(scorer(model, tokenizer), clip_epsilon=0.2)
     with pytest.warns(RuntimeWarning, match="padded.*'eager', which needs a mask"):
         learner = Learner(loss, torch.optim.SGD(model.parameters(), lr=1e-3))
@@ -467,7 +468,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("name", CHANGED)
-def test_what_is_changed_counts_after_a_resumption(make_learner, name):
+def test_changed_settings_count_after_a_resumption(make_learner, name):
     """Optimizer and schedule are those of a new run at this step."""
 
     def made(lr=1e-3, warmup=3, eps=1e-8, weight_decay=0.1, **given):
@@ -531,8 +532,7 @@ class Halving(lrs.LRScheduler):
 SCHEDULES["user's"] = Halving
 
 
-@pytest.mark.parametrize("lr", [1e-3, 3e-4])
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("name", "lr"), diagonal(SCHEDULES, [3e-4, 1e-3]))
 def test_a_schedule_goes_on_where_a_run_was(make_learner, name, lr):
     """The learning rates are those of a run without a break, also with another one, and
     after steps that are taken back.
@@ -635,7 +635,7 @@ def test_log_probs_that_are_unknown_of_tokens_that_were_written(make_learner):
         make_learner().train(batch, 0)
 
 
-def test_what_is_refused(make_learner, tokenizer, hf_model):
+def test_invalid_arguments_are_refused(make_learner, tokenizer, hf_model):
     learner = make_learner()
     with pytest.raises(ConfigurationError, match="take CorrectedGRPOLoss"):
         Learner(GRPOLoss(scorer(hf_model, tokenizer)), learner.optimizer)

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from helpers.csv_logs import logged
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang import GRPO
@@ -47,26 +48,12 @@ def make(restored_engine, tiny_model_path, tmp_path):
             "lr": 2e-3,
             "engine": restored_engine,
             "output": tmp_path / "run",
+            "logger": "csv",
             "logprobs_mode": "behaviour",
         }
         return GRPO(tiny_model_path, **{**given, **arguments})
 
     return made
-
-
-@pytest.fixture
-def metrics(monkeypatch):
-    """The metrics of each step."""
-    from torchrl_sglang.trainers.learner import Learner
-
-    found, train = [], Learner.train
-
-    def spy(self, *arguments):
-        found.append(train(self, *arguments))
-        return found[-1]
-
-    monkeypatch.setattr(Learner, "train", spy)
-    return found
 
 
 @pytest.mark.parametrize(
@@ -77,23 +64,22 @@ def metrics(monkeypatch):
         {"kl_to_ref_coeff": 0.1, "gradient_checkpointing": True},
     ],
 )
-def test_the_first_ratio_is_one(make, metrics, arguments):
+def test_the_first_ratio_is_one(make, tmp_path, arguments):
     make(**arguments, eval_prompts=PROMPTS[:2], eval_every=2).train()
-    assert len(metrics) == 3
-    for each in metrics:
-        assert abs(each["train/kl_approx"]) < 1e-5
-        assert abs(each["train/ESS"] - 1) < 1e-5
-        if "correction" in arguments:
-            assert each["rollout_corr/k3_kl"] < 1e-8
+    assert logged(tmp_path, "train/kl_approx") == pytest.approx([0.0] * 3, abs=1e-5)
+    assert logged(tmp_path, "train/ESS") == pytest.approx([1.0] * 3, abs=1e-5)
+    if "correction" in arguments:
+        assert max(logged(tmp_path, "rollout_corr/k3_kl")) < 1e-8
     if "kl_to_ref_coeff" in arguments:
         # The reference has the same supports, and is the policy at first.
-        assert abs(metrics[0]["train/kl_to_ref"]) < 1e-8
-        assert metrics[-1]["train/kl_to_ref"] > 1e-6
+        first, *_, last = logged(tmp_path, "train/kl_to_ref")
+        assert abs(first) < 1e-8
+        assert last > 1e-6
 
 
-def test_without_replay_it_is_not(make, metrics):
+def test_without_replay_it_is_not(make, tmp_path):
     make(steps=1, loss={"replay_sampling": False}).train()
-    assert abs(metrics[0]["train/kl_approx"]) > 1e-2
+    assert abs(*logged(tmp_path, "train/kl_approx")) > 1e-2
 
 
 @pytest.mark.slow
@@ -113,11 +99,7 @@ def test_ranks_of_torchrun(restored_engine, tiny_model_path, tmp_path):
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    logs = tmp_path / "run" / "logs"
-    (log,) = logs.rglob("scalars/train/kl_approx.csv")
-    values = [float(line.split(",")[-1]) for line in log.read_text().splitlines()]
-    assert len(values) == 2
-    assert max(map(abs, values)) < 1e-5
+    assert logged(tmp_path, "train/kl_approx") == pytest.approx([0.0] * 2, abs=1e-5)
 
 
 def test_what_is_told(make, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import signal
 import subprocess
 import textwrap
@@ -13,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import log_probs
+from helpers.engines import with_capabilities
 from helpers.forked_starts import forked_process, processes_below, trainer_python
 from helpers.log_probs import TOLERANCE
 
@@ -214,13 +214,9 @@ def test_an_open_session_is_no_reason_to_trust(restored_engine, new_model):
 
 def copy_with(engine, **server_args):
     """Another engine object for the same servers, which were started otherwise."""
-    copy = pickle.loads(pickle.dumps(engine))
-    copy.capabilities = dataclasses.replace(
-        copy.capabilities,
-        server_args={**copy.capabilities.server_args, **server_args},
+    return with_capabilities(
+        engine, server_args={**engine.capabilities.server_args, **server_args}
     )
-    copy._compose()
-    return copy
 
 
 def test_servers_without_a_checkpoint_stay_inconsistent(restored_engine, new_model):

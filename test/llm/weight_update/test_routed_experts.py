@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-import requests
 import torch
+from helpers.branches import ask_twice
 from helpers.routing import chosen
 from helpers.tiny_models import save_tiny_moe
 from tensordict import TensorDict, lazy_stack
@@ -105,22 +105,7 @@ def test_conversations_and_branches(moe_engine, moe):
     assert len(batch) == 4
     check_batch(batch, moe)
     with Gateway(moe_engine, token_columns=COLUMNS) as gateway:
-        session = gateway.session("a")
-
-        def say(messages):
-            answer = requests.post(
-                f"{session.base_url}/chat/completions",
-                json={"model": "m", "messages": messages, "max_tokens": 6},
-                headers={"Authorization": f"Bearer {session.key}"},
-                timeout=60,
-            )
-            answer.raise_for_status()
-            return [answer.json()["choices"][0]["message"]]
-
-        messages = [{"role": "user", "content": "Hi"}]
-        messages += say(messages)
-        for question in ("more", "less"):
-            say([*messages, {"role": "user", "content": question}])
+        ask_twice(gateway.session("a"), max_tokens=6)
         branches = gateway.to_tensordict()
     assert branches.shape == (2,)
     for row in branches:

@@ -21,6 +21,7 @@ import requests
 import torch
 from aiohttp import web
 from helpers import log_probs
+from helpers.engines import with_capabilities
 from helpers.fake_server import FakeServer
 from helpers.forked_starts import processes_below
 from helpers.log_probs import TOLERANCE
@@ -150,6 +151,8 @@ def test_weights_change_and_no_prefix_is_stale(
     assert report.transport == name
     assert report.reason == f"transport={name!r} was given."
     assert report.version == any_engine.weight_version == reported_version(any_engine)
+    assert scheme.create_receiver().weight_versions() == [report.version]
+    assert report.num_buckets == 1
     assert report.num_tensors == len(list(new_model.parameters()))
     assert report.num_bytes == 4 * sum(p.numel() for p in new_model.parameters())
     scheme.shutdown()
@@ -204,10 +207,7 @@ def test_a_refusal_leaves_the_server_whole(
         words = "Does every server see that path"
     else:
         # Believing that there are no sessions, it sends outside one.
-        confused.capabilities = dataclasses.replace(
-            confused.capabilities, needs_update_session=False
-        )
-        confused._compose()
+        confused = with_capabilities(restored_engine, needs_update_session=False)
     scheme = SGLangWeightSyncScheme(confused, **arguments)
     sender = scheme.create_sender()
     for _ in range(2):
@@ -529,9 +529,7 @@ def test_arguments_that_do_not_fit(engine, arguments, words):
 
 @pytest.mark.parametrize("name", ["broadcast", "cuda_ipc"])
 def test_pipeline_stages_are_refused(engine, hf_model, name):
-    staged = pickle.loads(pickle.dumps(engine))
-    staged.capabilities = dataclasses.replace(staged.capabilities, pp_size=2)
-    staged._compose()
+    staged = with_capabilities(engine, pp_size=2)
     transport = transport_of(staged, transport=name)
     with pytest.raises(UnsupportedByServerError, match="use transport='disk'"):
         update(staged, transport, weights_of(hf_model, staged))
@@ -625,7 +623,7 @@ def test_old_checkpoints_go_and_foreign_folders_stay(
     )
 
 
-def test_what_a_killed_trainer_left_is_removed(new_model, folder, to_disk):
+def test_files_of_a_killed_trainer_are_removed(new_model, folder, to_disk):
     """By its name, for the mark is written after the folder and removed before it."""
     left = folder / f".unfinished-{'0' * 32}"
     left.mkdir(parents=True)

@@ -11,8 +11,7 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from helpers.fake_server import FakeServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang, make_sglang_server
 from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
@@ -53,15 +53,6 @@ SECONDS = 60.0
 
 NOWHERE = "http://127.0.0.1:9"
 """Where nothing listens: the port is reserved for the protocol "discard"."""
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = SECONDS) -> float:
-    """Waits until something holds, and returns how long it took."""
-    begin = time.monotonic()
-    while not condition():
-        assert time.monotonic() < begin + seconds
-        time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def is_stopped(pid: int) -> bool:
@@ -177,8 +168,13 @@ def urls(servers: Sequence[Any]) -> list[str]:
 # --- arguments
 
 
-def test_policies_are_those_of_the_installed_router():
-    described = router_module._describe(router_module._find_python(None))
+@pytest.fixture(scope="module")
+def described():
+    """What the installed router says of itself."""
+    return router_module._describe(router_module._find_python(None))
+
+
+def test_policies_are_those_of_the_installed_router(described):
     assert usable_policies(described) == [
         "cache_aware",
         "consistent_hashing",
@@ -189,8 +185,7 @@ def test_policies_are_those_of_the_installed_router():
     ]
 
 
-def test_every_default_is_an_argument_of_the_installed_router():
-    described = router_module._describe(router_module._find_python(None))
+def test_every_default_is_an_argument_of_the_installed_router(described):
     assert described["version"] == "0.3.2"
     assert set(ROUTER_ARGUMENTS) | set(UNUSABLE_ARGUMENTS) <= set(
         described["arguments"]
@@ -269,7 +264,7 @@ def test_states():
 def test_one_that_dies():
     with make_sglang_router([]) as router:
         os.kill(descendants(router.pid)[0], signal.SIGKILL)
-        wait_for(lambda: router.state == "dead")
+        wait_until(lambda: router.state == "dead")
         assert not router.usable
         with pytest.raises(ServerUnavailableError):
             run_sync(router.workers())
@@ -281,7 +276,7 @@ def test_one_that_hangs():
         os.kill(process, signal.SIGSTOP)
         try:
             # Its threads stop one after the other.
-            wait_for(lambda: is_stopped(process))
+            wait_until(lambda: is_stopped(process))
             with pytest.raises(ServerTimeoutError, match=f"{router.url}/workers"):
                 run_sync(router.workers(timeout=0.2))
         finally:
@@ -341,7 +336,7 @@ def test_a_sick_worker_leaves_the_rotation_and_comes_back(pair):
     with make_sglang_router(urls(pair), policy="round_robin") as router:
         first.healthy = False
         try:
-            took = wait_for(lambda: (first.url, False) in run_sync(router.workers()))
+            took = wait_until(lambda: (first.url, False) in run_sync(router.workers()))
             assert took < 60
             answers = send_all(router.url, [{"input_ids": [i]} for i in range(4)])
             assert {a.json()["by"] for a in answers} == {second.url}
@@ -592,7 +587,7 @@ def test_removing_a_server_cuts_nothing_off(servers):
     first, second = servers
     with make_sglang_router(urls(servers), policy="round_robin") as router:
         thread, answers = in_background(router.url, long(400))
-        wait_for(lambda: running(first) == running(second) == 4)
+        wait_until(lambda: running(first) == running(second) == 4)
         run_sync(router.remove_worker(first.url))
         assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
         thread.join(SECONDS)
@@ -612,9 +607,9 @@ def test_servers_that_die_while_they_generate(servers):
     first, second = servers
     with make_sglang_router(urls(servers), policy="round_robin") as router:
         thread, answers = in_background(router.url, long(1500))
-        wait_for(lambda: running(first) == running(second) == 4)
+        wait_until(lambda: running(first) == running(second) == 4)
         os.kill(descendants(first.pid)[0], signal.SIGKILL)
-        took = wait_for(lambda: (first.url, False) in run_sync(router.workers()))
+        took = wait_until(lambda: (first.url, False) in run_sync(router.workers()))
         assert took < 60
         assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
         thread.join(2 * SECONDS)
@@ -626,7 +621,7 @@ def test_servers_that_die_while_they_generate(servers):
             assert first.url in answer.error_text()
         assert {version(a) for a in answers if a.ok} == {"second"}
         second.stop()
-        wait_for(lambda: healthy(router) == [])
+        wait_until(lambda: healthy(router) == [])
         (nobody,) = send_all(router.url, [GREEDY])
         assert nobody.status == 503
         assert "No available workers" in nobody.error_text()
