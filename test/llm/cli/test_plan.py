@@ -358,8 +358,9 @@ def test_a_server_shares_heads_and_repeats_them():
 SHAPES = [QWEN_05B, QWEN_3B, QWEN_7B, LLAMA_8B]
 
 
-@pytest.mark.parametrize("memory", [24, 80, 139])
-@pytest.mark.parametrize("gpus", [1, 2, 3, 8, 16, 64])
+@pytest.mark.parametrize(
+    ("gpus", "memory"), diagonal([1, 2, 3, 8, 16, 64], [24, 80, 139])
+)
 def test_recommended_arrangements_fit(gpus, memory):
     cluster = Cluster(gpus=gpus, memory=memory * GIB)
     for shape in map(read_shape, SHAPES):
