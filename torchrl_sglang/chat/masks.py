@@ -124,8 +124,6 @@ def _assistant_spans(
 def _render_passes(
     chat: Sequence[Message], template: ChatTemplate, *, prompt: bool = False
 ) -> tuple[str, list[_LoopPass]]:
-    """Returns a rendered conversation, and the passes of its loops."""
-
     def mark(loop: int, message: int | None) -> str:
         return f"{_MARKS[0]}{loop}:{'' if message is None else message}{_MARKS[1]}"
 

@@ -96,7 +96,6 @@ class Encoder:
 
 
 def _special_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the ids of a tokenizer's special tokens."""
     added = getattr(tokenizer, "added_tokens_decoder", {})
     named = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
     return {str(t): i for i, t in added.items() if t.special} | dict(named)

@@ -96,7 +96,6 @@ async def _run_in_session(
     blocking: BlockingCalls,
     timeout: float,
 ) -> Session:
-    """Runs an agent in a new session; returns the session with its reward."""
     session = gateway.session(group=group)
     try:
         reward = await run_agent(

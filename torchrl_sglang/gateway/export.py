@@ -135,7 +135,6 @@ def _request(turn: Turn) -> dict[str, Any]:
 
 
 def _layouts(trajectory: Trajectory) -> list[TokenLayout]:
-    """Returns the layouts of the token columns in a trajectory."""
     layouts = {}
     for turn in trajectory.turns:
         for name, values in turn.completion.columns.items():

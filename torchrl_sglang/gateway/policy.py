@@ -219,7 +219,6 @@ class Policy:
         )
 
     def _ends(self, sampling: Sampling) -> EndTokens:
-        """Returns the tokens that end a turn."""
         return turn_end_tokens(
             sampling.params,
             eos_token_ids=self._engine.capabilities.eos_token_ids,

@@ -116,7 +116,6 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Returns the attention of one sequence."""
     length, mask = query.shape[2], None
     if window is not None and window < length:
         mask = torch.ones(length, length, dtype=torch.bool, device=query.device)

@@ -428,14 +428,12 @@ def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Refuses a value outside of the choices."""
     if value not in choices:
         listed = ", ".join(map(repr, choices))
         raise ConfigurationError(f"{name} must be one of {listed}, got {value!r}.")
 
 
 def _positive(name: str, value: Any) -> float:
-    """Returns a positive, finite number."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
         raise ConfigurationError(f"{name} takes positive numbers, got {value!r}.")
@@ -470,7 +468,6 @@ def _split(text: str) -> list[str]:
 
 
 def _rejection(name: str, threshold: Any) -> Rejection:
-    """Returns a criterion of rejection sampling."""
     if name not in REJECTIONS:
         guess = nearest(name, REJECTIONS)
         hint = f"did you mean {guess!r}?" if guess else f"criteria: {REJECTIONS}."

@@ -504,7 +504,6 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         )
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
-        """Returns the entropy of each token."""
         if isinstance(dist, PackedTokens):
             return dist.entropy.unsqueeze(-1)
         return super()._get_entropy(dist, adv_shape=adv_shape)
@@ -570,7 +569,6 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def _entropy_terms(
         self, dist: Any, advantage: Tensor, mask: Tensor, batch: TensorDictBase
     ) -> dict[str, Tensor]:
-        """Returns the entropy and its loss."""
         if not self.entropy_bonus:
             return {}
         entropy = self._get_entropy(dist, adv_shape=advantage.shape[:-1])

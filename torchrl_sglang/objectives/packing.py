@@ -217,7 +217,6 @@ def _base(model: Any) -> Any:
 
 
 def _layer_classes(base: Any) -> Iterator[type]:
-    """Yields the classes of a model's layers."""
     names = getattr(base, "_no_split_modules", None) or ()
     classes = {_own_class(module) for module in base.modules()}
     yield from (cls for cls in classes if cls.__name__ in names)

@@ -188,7 +188,6 @@ def targets_of(engine: Any) -> list[dict[str, Any]]:
 def _make_app(
     families: StatsFamilies, find_engine: Callable[[], Any], api_key: str | None
 ) -> Callable[..., Iterable[bytes]]:
-    """Returns the application of the endpoint."""
     from prometheus_client import make_wsgi_app
 
     metrics = make_wsgi_app(make_registry(families))

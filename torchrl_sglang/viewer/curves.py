@@ -132,7 +132,6 @@ def _names(curve: Curve) -> set[str]:
 
 
 def _batches(run: RunData, best: float | None) -> dict[int, _BatchTotals]:
-    """Returns the totals of each batch, in order."""
     totals: dict[int, _BatchTotals] = defaultdict(_BatchTotals)
     for group in run.groups:
         if group.batch is not None:

@@ -142,7 +142,6 @@ class _PageHandler(BaseHTTPRequestHandler):
         """Does not log requests."""
 
     def do_GET(self) -> None:
-        """Answers a request."""
         # A closed or redirected browser does not receive the response.
         with suppress(ConnectionError):
             try:

@@ -82,11 +82,9 @@ class _Addresses:
         self._urls: tuple[str, ...] = ()
 
     def put(self, urls: tuple[str, ...]) -> None:
-        """Takes the addresses."""
         self._urls = urls
 
     def get(self) -> tuple[str, ...]:
-        """Returns the addresses."""
         return self._urls
 
 

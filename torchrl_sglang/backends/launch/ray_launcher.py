@@ -222,7 +222,6 @@ class RayLauncher:
         )
 
     def _reserve(self, ray: Any, demand: Demand, count: int) -> Reserved:
-        """Reserves the resources of servers."""
         if self.placement_group is not None:
             seats = self._take(ray, demand, count)
             return Reserved(

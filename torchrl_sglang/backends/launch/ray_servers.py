@@ -432,7 +432,6 @@ class RayServer:
     def _prepare(
         self, infos: Sequence[Sequence[HostInfo]]
     ) -> Generator[None, None, list[PreparedServer]]:
-        """Prepares the server on each of its nodes."""
         addresses = [node[0].address for node in infos]
         specs = [{**self._spec, "host": address} for address in addresses]
         if len(specs) > 1:

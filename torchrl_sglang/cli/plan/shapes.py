@@ -142,7 +142,6 @@ def _instantiate(config: Any, name: str, trust_remote_code: bool) -> Any:
 
 
 def _text_config(config: Any) -> Any:
-    """Returns the text part of a configuration."""
     find = getattr(config, "get_text_config", None)
     return config if find is None else find(decoder=True)
 

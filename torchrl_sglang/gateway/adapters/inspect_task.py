@@ -321,7 +321,6 @@ class _Evaluation:
 
 
 def _source_of(evaluation: _Evaluation) -> Any:
-    """Returns the source of an evaluation's samples."""
     from inspect_ai import SampleSource
 
     async def complete(log: Any) -> None:

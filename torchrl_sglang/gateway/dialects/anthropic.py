@@ -119,7 +119,6 @@ def read_count(body: Any) -> Request:
 
 
 def _metadata(given: Any) -> dict[str, Any]:
-    """Returns the metadata of a request."""
     if given is not None and not isinstance(given, Mapping):
         raise ConfigurationError(f"metadata={given!r:.200} must be an object.")
     return dict(given or {})
@@ -337,7 +336,6 @@ class _BlockEvents:
                 yield self._delta({"type": kind, name: new})
 
     def close(self, blocks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        """Yields the end of the last block."""
         if blocks:
             yield from self._close(blocks[-1])
 

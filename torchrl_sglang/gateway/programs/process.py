@@ -230,7 +230,6 @@ class _Talk:
         return self._kept[pipe].decode(errors="replace")
 
     def close(self) -> None:
-        """Stops reading."""
         self._selector.close()
 
 

@@ -151,7 +151,6 @@ class UpdateState:
             self.parts.clear()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Gathers a value from every rank."""
         if self.group is None:
             return [value]
         return list(self.group.all_gather_object(value))

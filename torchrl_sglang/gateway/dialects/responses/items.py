@@ -247,7 +247,6 @@ class _ItemReader:
         self._open = None
 
     def _assistant(self, item: Mapping[str, Any], kind: str) -> dict[str, Any]:
-        """Returns the assistant's message of an item."""
         reference = item.get("id")
         match = _ITEM.fullmatch(reference) if isinstance(reference, str) else None
         name = match[1] if match else ""

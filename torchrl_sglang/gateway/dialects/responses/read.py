@@ -270,7 +270,6 @@ def _params(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _format(given: Any) -> dict[str, Any]:
-    """Returns the grammar for a response."""
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind in (None, "text"):
         return {}
