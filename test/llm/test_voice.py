@@ -32,7 +32,6 @@ SUMMARY_LINES_LEFT: dict[str, int] = {
     "policies": 2,
     "recording": 20,
     "requests": 9,
-    "trainers": 56,
     "weight_update": 34,
 }
 NAMES_LEFT: dict[str, int] = {
@@ -46,7 +45,6 @@ NAMES_LEFT: dict[str, int] = {
     "recording": 56,
     "requests": 57,
     "support": 1,
-    "trainers": 113,
     "types.py": 2,
     "viewer": 5,
     "weight_update": 143,

@@ -9,9 +9,9 @@ from typing import Any, get_args
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.packing import check_packing
 from torchrl_sglang.objectives.transform import Aggregation, MaskingStrategy
 from torchrl_sglang.support.checks import (
+    check_auto,
     check_choice,
     check_count,
     check_flag,
@@ -66,7 +66,7 @@ def check_loss_arguments(given: Mapping[str, Any]) -> None:
         elif name in ("entropy_bonus", "replay_sampling"):
             check_flag(name, value)
         elif name == "packing":
-            check_packing(value)
+            check_auto(name, value)
         elif name == "max_tokens":
             check_count(name, value, least=1)
 

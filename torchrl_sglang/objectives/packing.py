@@ -20,6 +20,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED, no_mask
 from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
+from torchrl_sglang.support.checks import check_auto
 
 Packing = bool | Literal["auto"]
 
@@ -80,14 +81,6 @@ def why_padded(model: Any) -> str:
     return next((f"{type(base).__name__} {reason}" for reason in failures), "")
 
 
-def check_packing(packing: Any) -> None:
-    """Refuses an invalid value of ``packing``."""
-    if packing != "auto" and not isinstance(packing, bool):
-        raise ConfigurationError(
-            f"packing must be 'auto', True or False, got {packing!r}."
-        )
-
-
 def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     """Makes a model read several sequences in one row, if it can and should.
 
@@ -106,7 +99,7 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
         ConfigurationError: if ``packing`` is True and the model cannot, or it is
             invalid.
     """
-    check_packing(packing)
+    check_auto("packing", packing)
     if packing is False:
         return "packing=False"
     reason = reason or why_padded(model)

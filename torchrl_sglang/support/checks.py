@@ -13,7 +13,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.counterparts import COUNTERPARTS
@@ -97,6 +97,16 @@ def check_flag(name: str, value: Any) -> bool:
             f"{name} must be a bool, got {value!r}; give True or False."
         )
     return flag
+
+
+def check_auto(name: str, value: Any) -> bool | Literal["auto"]:
+    """Returns a bool, or ``"auto"``."""
+    flag = to_python(value)
+    if not isinstance(flag, bool) and flag != "auto":
+        raise ConfigurationError(
+            f"{name} must be 'auto', True or False, got {value!r}."
+        )
+    return cast("bool | Literal['auto']", flag)
 
 
 def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

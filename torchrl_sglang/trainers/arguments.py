@@ -1,608 +1,362 @@
-"""Checks a run's arguments, and decides where its servers run. Pure.
-
-What is wrong is found before servers are started, which takes minutes.
-"""
+"""Arguments of a run: names, types, defaults, documentation and checks."""
 
 from __future__ import annotations
 
-import inspect
 import os
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Annotated, Any, TypeAlias
 
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.backends.launch.environment import check_environment
-from torchrl_sglang.collectors.groups.conversations import check_step
-from torchrl_sglang.collectors.groups.reward_functions import (
-    RewardFunction,
-    read_functions,
-)
-from torchrl_sglang.collectors.groups.tools import Tools
-from torchrl_sglang.collectors.scheduling.prompts import (
-    count_tasks,
-)
+from torchrl_sglang.collectors.scheduling.prompts import count_tasks
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
-from torchrl_sglang.policies.sampling import (
-    SamplingParams,
-    check_numbers,
-    translate,
-)
+from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+from torchrl_sglang.objectives.packing import Packing
+from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
-from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.sampling import (
-    changes_logits,
-    check_sampling_params,
-    check_values,
-    shifts_logits,
-    temperature_of,
-)
 from torchrl_sglang.support.checks import (
+    check_auto,
     check_count,
     check_flag,
-    check_mapping,
-    given_once,
-    suggest,
+    check_positive,
 )
-from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+from torchrl_sglang.support.fields import check_fields
 from torchrl_sglang.support.user_code import refuse_coroutine
-from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.types import LogProbsMode, ServerCapabilities, ServerPlacement
-
-SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
-"""Sampling parameters of a run that gives none."""
-
-CONNECTING = ("url", "server_url", "urls", "router_url")
-"""Arguments of an engine whose servers run already."""
-
-COLOCATED_SHARE = 0.6
-"""Share of a GPU's memory of a server that sleeps while the trainer trains, unless
-``engine`` has another one."""
-
-
-def check_counts(**counts: tuple[Any, int]) -> None:
-    """Checks numbers, of which some may be ``None``."""
-    for name, (count, least) in counts.items():
-        if count is not None or name not in ("steps", "show_samples"):
-            check_count(name, count, least=least)
-
+from torchrl_sglang.trainers.checkpoints import Resume
+from torchrl_sglang.trainers.deterministic import check_repeatable
+from torchrl_sglang.trainers.placement import check_engine, check_placement
+from torchrl_sglang.trainers.progress import StepsShown
+from torchrl_sglang.trainers.sampling import read_sampling, warn_of_greedy_groups
+from torchrl_sglang.types import LogProbsMode
+from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 MAPPING, FUNCTION = "a mapping of arguments", "a function"
 
-PARTS: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lora", "weight_sync", "gateway"), (MAPPING,)),
-    **dict.fromkeys(("loss", "optimizer", "collector"), (MAPPING, FUNCTION)),
-    **dict.fromkeys(("agent", "env"), (FUNCTION,)),
-}
-"""Argument that says how a part is made -> what it may be."""
 
+def check_part(*kinds: str, awaited: bool = False) -> Callable[[str, Any], Any]:
+    """Returns a check of how a part of a run is made, by ``MAPPING`` or ``FUNCTION``.
 
-def check_parts(**given: Any) -> None:
-    """Checks what parts are made of; ``None`` leaves a part to the run."""
-    for name, value in given.items():
+    Args:
+        kinds: the accepted ones.
+        awaited: whether a coroutine function is accepted.
+    """
+
+    def check(name: str, value: Any) -> Any:
         kind = MAPPING if isinstance(value, Mapping) else FUNCTION
-        is_one = kind in PARTS[name] and (kind == MAPPING or callable(value))
-        if value is not None and not is_one:
+        if kind not in kinds or not (kind == MAPPING or callable(value)):
             raise ConfigurationError(
-                f"{name} must be {' or '.join(PARTS[name])}, got {value!r}."
+                f"{name} must be {' or '.join(kinds)}, got {value!r}."
             )
-        if name != "agent":
+        if not awaited:
             refuse_coroutine(name, value, "what it returns is not awaited")
+        return value
+
+    return check
 
 
-def check_attention(name: Any) -> None:
-    """Checks the name of an attention of transformers; its packages are not."""
-    # A name with a slash is that of kernels on the hub.
+def check_model(name: str, model: Any) -> Any:
+    """Returns a model, or its folder or hub name with the user's home."""
+    if isinstance(model, nn.Module):
+        return model
+    if not isinstance(model, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"{name} must be a folder, a hub name or a model, got {model!r}."
+        )
+    return os.path.expanduser(model)
+
+
+def check_attention(name: str, attention: Any) -> Any:
+    """Checks the name of an attention of transformers, but not for its packages."""
     registered = ALL_ATTENTION_FUNCTIONS.valid_keys()
-    known = ["eager", *(each for each in registered if each != PACKED)]
-    if name is None or name in known or (isinstance(name, str) and "/" in name):
-        return
-    raise ConfigurationError(
-        f"attn_implementation={name!r} is not one of transformers': {', '.join(known)}."
-    )
-
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Types that weights are trained in."""
-
-
-def check_dtype(dtype: Any) -> torch.dtype:
-    """Returns a type that weights are trained in, of its name or itself."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    names = ["eager", *(key for key in registered if key != PACKED)]
+    # Kernels on the hub have names with a slash.
+    is_kernel = isinstance(attention, str) and "/" in attention
+    if attention not in names and not is_kernel:
         raise ConfigurationError(
-            f"dtype={dtype!r} is no type that weights are trained in; give 'float32', "
-            f"or 'bfloat16' where memory is short."
+            f"{name}={attention!r} is not one of transformers': {', '.join(names)}."
         )
-    return DTYPES[name]
+    return attention
 
 
-def check_folder(name: str, folder: Any) -> Path:
-    """Returns the path of a folder."""
-    if not isinstance(folder, (str, os.PathLike)) or not os.fspath(folder):
-        raise ConfigurationError(f"{name} must be a folder's path, got {folder!r}.")
-    return Path(folder).expanduser()
+def check_weight_sync(name: str, options: Any) -> Any:
+    """Checks the options of a weight-sync scheme."""
+    SGLangWeightSyncScheme(None, None, **check_part(MAPPING)(name, options))
+    return options
 
 
-def connect_arguments(
-    engine: Any, environment: Mapping[str, str] = os.environ
-) -> dict[str, Any] | None:
-    """Returns the arguments of ``AsyncSGLang.connect``, or None for servers to start.
-
-    The servers' keys are those of the environment, unless there are others: what is in
-    a run's file or on its command line is read by others.
-
-    Args:
-        engine: that of a run: a URL, several, or a mapping with one of ``CONNECTING``.
-        environment: with the keys.
-
-    Raises:
-        ConfigurationError: if there is an argument that is for servers to be started.
-    """
-    if isinstance(engine, str):
-        engine = {"url": engine}
-    elif isinstance(engine, Sequence):
-        engine = {"urls": list(engine)}
-    if not isinstance(engine, Mapping) or engine.keys().isdisjoint(CONNECTING):
-        return None
-    known = inspect.signature(AsyncSGLang.connect).parameters
-    for name in engine:
-        if name not in known:
-            hint = suggest(str(name), known)
-            raise ConfigurationError(
-                f"engine has the address of servers that run, and {name!r}, which is "
-                f"not for those but for servers that are started here; leave one of "
-                f"them out.{hint}"
-            )
-    variables = {"api_key": KEY_VARIABLE, "admin_api_key": ADMIN_KEY_VARIABLE}
-    keys = {name: environment.get(variable) for name, variable in variables.items()}
-    return {**{name: key for name, key in keys.items() if key}, **engine}
-
-
-def check_minibatches(minibatches: int, responses: int) -> None:
-    """Checks that each minibatch of a batch has a response."""
-    if minibatches > responses:
-        raise ConfigurationError(
-            f"minibatches={minibatches} are more than the {responses} responses of a "
-            f"batch, group_size * groups_per_batch; give fewer."
-        )
-
-
-def check_placement(
-    model: Any, engine: Any, colocated: bool, max_staleness: int
-) -> None:
-    """Checks that servers can be started as they are to be."""
-    is_kind = isinstance(engine, (RLSGLangEngine, str, Mapping, Sequence))
-    is_empty = isinstance(engine, Sequence) and not engine
-    if engine is not None and (is_empty or not is_kind):
-        raise ConfigurationError(
-            f"engine must be arguments of AsyncSGLang.from_pretrained, a URL, a list "
-            f"of these, or an engine, got {engine!r}."
-        )
-    if not isinstance(model, (str, os.PathLike, nn.Module)):
-        raise ConfigurationError(
-            f"model must be a folder, a hub name or a model, got {model!r}."
-        )
-    if isinstance(engine, Mapping):
-        check_environment(engine.get("environment"))
-        for name in ("model", "model_name", "model_path"):
-            if name in engine:
-                raise ConfigurationError(
-                    f"engine has {name!r}, and servers serve the model that is "
-                    f"trained; leave it out."
-                )
-    runs = isinstance(engine, RLSGLangEngine) or connect_arguments(engine) is not None
-    if isinstance(model, nn.Module) and not runs:
-        raise ConfigurationError(
-            "model is a module, of which no server can be started; give the engine "
-            "that serves it, or its URL, as engine=..., or the model's folder or name."
-        )
-    if check_flag("colocated", colocated) and max_staleness:
-        raise ConfigurationError(
-            f"colocated=True lets the servers sleep while the trainer trains, so that "
-            f"max_staleness={max_staleness} has no use; leave it out, or give the "
-            f"servers GPUs of their own."
-        )
-
-
-def check_functions(
-    functions: Mapping[str, Any], query_key: str
-) -> dict[tuple[str, str], RewardFunction]:
-    """Checks the functions that make conversations, as the collector will.
-
-    Returns:
-        dict: argument and name -> reward function.
-
-    Raises:
-        ConfigurationError: if one is no function, or takes other arguments, or nothing
-            sets a reward.
-    """
-    rewards: dict[tuple[str, str], RewardFunction] = {}
-    for argument, of_group in (("rewards", False), ("group_rewards", True)):
-        given = functions[argument]
-        read = read_functions(argument, given, of_group=of_group, query_key=query_key)
-        rewards |= {(argument, name): function for name, function in read.items()}
-    if functions["step"] is not None:
-        check_step(functions["step"])
-    elif not functions["rewards"] and not functions["group_rewards"]:
-        raise ConfigurationError(
-            "There is nothing to learn from: give rewards=... or group_rewards=..., "
-            "functions of a conversation and its task, or a step that sets rewards."
-        )
-    if functions["tools"] is not None:
-        Tools(functions["tools"])
-    system = functions["system_prompt"]
-    if system is not None and not isinstance(system, str):
-        raise ConfigurationError(f"system_prompt must be a text, got {system!r}.")
-    if functions["max_turns"] is not None:
-        check_count("max_turns", functions["max_turns"])
-    return rewards
-
-
-def read_sampling(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a run's sampling parameters, with the defaults that it has others for.
-
-    Raises:
-        ConfigurationError: if there is one that the policy does not know.
-    """
-    mine = dict(check_mapping("generate_kwargs", given or {}))
-    for name in mine:
-        if not isinstance(name, str):
-            raise ConfigurationError(f"generate_kwargs has the name {name!r}, no text.")
-    if "max_tokens" in mine:
-        most = mine.pop("max_tokens")
-        mine["max_new_tokens"] = given_once(
-            "max_new_tokens", mine.get("max_new_tokens"), "max_tokens", most
-        )
-    check_numbers(mine)
-    if {"n", "num_return_sequences"} & mine.keys():
-        raise ConfigurationError(
-            "generate_kwargs has the number of responses to a prompt; give it as "
-            "group_size=...."
-        )
-    sampling = {**SAMPLING, **mine}
-    if sampling["max_new_tokens"] is not None:
-        check_count("max_new_tokens", sampling["max_new_tokens"])
-    translated = translate(sampling).engine
-    check_values(translated)
-    if translated.get("temperature") == 0:
-        warnings.warn(
-            "temperature=0 gives all responses of a group the same tokens, and unless "
-            "their tools or environments differ the same rewards, which teaches "
-            "nothing: give generate_kwargs a temperature above 0, such as 1.0. "
-            "Evaluation is greedy anyway.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    return sampling
-
-
-OF_THE_RUN = frozenset(
-    {
-        *("policy", "prompts", "query_key", "group_size", "groups_per_batch"),
-        *("total_groups", "max_staleness", "on_stale", "keep_group", "seed"),
-        *("deterministic", "weight_sync_schemes", "agent", "gateway", "env"),
-        *("rewards", "group_rewards", "step", "tools", "max_turns", "system_prompt"),
-    }
-)
-"""Arguments of the collector that a run gives it."""
-
-NOT_OF_A_FUNCTION: Mapping[str, Any] = {
-    **dict.fromkeys(("prompts", "keep_group", "eval_prompts")),
-    "epochs": 1,
-    "max_staleness": 0,
-    "on_stale": "drop",
-}
-"""Arguments that a collector of the user's own does not get -> their defaults."""
-
-
-def check_collector(
-    collector: Any, functions: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """Checks that there is one way to collect.
-
-    Args:
-        collector: that of a run: arguments, a function or ``None``.
-        functions: what makes conversations; ``None`` for those that are not given.
-        options: values of ``NOT_OF_A_FUNCTION``.
-
-    Raises:
-        ConfigurationError: if there are two ways, or none.
-    """
-    given = [name for name, value in functions.items() if value is not None]
-    if callable(collector):
-        _check_beside_a_function(given, options)
-        return
-    _check_mapping_of_collector(collector or {})
-    if options["prompts"] is None:
-        raise ConfigurationError("Give the prompts to train on as prompts=....")
-    for whole in ("agent", "env"):
-        others = [name for name in given if name != whole]
-        if whole in given and others:
-            raise ConfigurationError(
-                f"{' and '.join(others)} cannot be given with {whole}, which is "
-                f"the whole conversation."
-            )
-
-
-def _check_mapping_of_collector(collector: Mapping[str, Any]) -> None:
-    for name in OF_THE_RUN.intersection(collector):
-        raise ConfigurationError(
-            f"collector has {name!r}, which the run itself says; give it to GRPO "
-            f"(groups in all are steps times groups_per_batch)."
-        )
-    if collector.get("batches_per_update", 1) != 1:
-        raise _one_update_a_batch("collector has")
-    if collector.get("replay_buffer") is not None:
-        raise ConfigurationError(
-            "collector has 'replay_buffer', and a run trains on batches as they come; "
-            "leave it out, or write a loop of your own."
-        )
-
-
-def _check_beside_a_function(
-    functions: Sequence[str], options: Mapping[str, Any]
-) -> None:
-    """Refuses what a collector of the user's own would not get."""
-    if options["eval_prompts"] is not None:
-        raise ConfigurationError(
-            "eval_prompts are scored by the rewards of the run, and collector is a "
-            "function that makes a collector with its own; give rewards=... and "
-            "further arguments as collector={...}, or evaluate in a loop of your own."
-        )
-    given = list(functions)
-    for name, default in NOT_OF_A_FUNCTION.items():
-        value = options[name]
-        if value is not default and (default is None or value != default):
-            given.append(name)
-    if given:
-        raise ConfigurationError(
-            f"collector=... makes the whole collector, so that {' and '.join(given)} "
-            f"cannot be given beside it; give them to the collector there."
-        )
-
-
-def _one_update_a_batch(what: str) -> ConfigurationError:
-    return ConfigurationError(
-        f"{what} batches_per_update, and a run sends weights after each batch, so that "
-        f"groups for later ones would be too old; leave it out, and make batches "
-        f"larger with groups_per_batch=.... minibatches=... has several optimizer "
-        f"steps in one."
-    )
-
-
-def check_made(made: Any, group_size: int) -> None:
-    """Checks a collector of the user's own, as far as it tells of itself."""
-    if not hasattr(made, "increment_version"):
-        raise ConfigurationError(
-            f"collector returned {made!r}; return a collector, as "
-            f"AsyncLLMCollector(policy=policy, ...)."
-        )
-    size = getattr(made, "group_size", group_size)
-    if size != group_size:
-        raise ConfigurationError(
-            f"collector returned one with group_size={size}, and the run compares "
-            f"group_size={group_size} responses with each other; give both the same."
-        )
-    if getattr(made, "batches_per_update", 1) != 1:
-        raise _one_update_a_batch("collector returned one with")
-
-
-def check_groups(queries: Sequence[str], group_size: int) -> None:
-    """Checks that conversations whose rewards are compared have one prompt.
-
-    Args:
-        queries: prompt of each conversation of a batch.
-        group_size: of a run.
-    """
-    for start in range(0, len(queries), group_size):
-        for query in queries[start : start + group_size]:
-            if query != queries[start]:
-                raise ConfigurationError(
-                    f"A group of group_size={group_size} has the prompts "
-                    f"{queries[start]!r:.80} and {query!r:.80}; give GRPO the "
-                    f"group_size of the collector, which yields whole groups."
-                )
-
-
-def count_groups(
-    steps: int | None, epochs: int, prompts: Any, groups_per_batch: int
-) -> int | None:
-    """Returns the groups of a run; ``None`` if only reading the prompts tells."""
-    if steps is not None:
-        if epochs != 1:
-            raise ConfigurationError(
-                f"steps={steps} and epochs={epochs} say twice when to end; give one."
-            )
-        return steps * groups_per_batch
-    if epochs != 1 and isinstance(prompts, Iterator):
-        raise ConfigurationError(
-            f"epochs={epochs} needs prompts that can be read again, and an iterator "
-            f"ends; give a list or another iterable, steps=..., or one pass."
-        )
-    tasks = count_tasks(prompts)
-    return None if tasks is None else epochs * tasks
-
-
-def server_arguments(
-    given: Mapping[str, Any],
-    ranks: TrainerRanks,
-    *,
-    colocated: bool,
-    lora: Mapping[str, Any] | None,
-    by_file: bool,
-    seed: int,
-) -> dict[str, Any]:
-    """Returns the arguments of a run's servers.
-
-    Args:
-        given: those that the user gave, which take the place of others.
-        ranks: of the trainer, which have the first GPUs.
-        colocated: whether the servers are on the same ones.
-        lora: arguments of the adapter that is trained alone; None: all weights are.
-        by_file: whether weights go by files, which every server reads.
-        seed: of the servers.
-
-    Raises:
-        ConfigurationError: if a server would be on a GPU that no rank of the trainer is
-            on, so that it could not open the weights.
-    """
-    arguments: dict[str, Any] = {"random_seed": seed}
-    on_gpus = torch.cuda.is_available()
-    if lora is not None:
-        arguments |= {
-            "enable_lora": True,
-            "max_lora_rank": lora.get("r", 8),
-            "lora_target_modules": ["all"],
-        }
-    if colocated:
-        arguments["enable_memory_saver"] = True
-        if "gpu_memory_utilization" not in given:
-            arguments["mem_fraction_static"] = COLOCATED_SHARE
-        if on_gpus and not {"launcher", "cuda_devices"} & given.keys():
-            # An adapter that one process has travels in the requests themselves.
-            anywhere = by_file or (lora is not None and ranks.size == 1)
-            arguments |= _one_for_each_rank(given, ranks, anywhere=anywhere)
-    if not on_gpus:
-        arguments["device"] = "cpu"
-    elif "launcher" not in given:
-        first = 0 if colocated else ranks.local_size
-        replicas = {**arguments, **given}.get("num_replicas", 1)
-        count = replicas * given.get("tp_size", 1)
-        arguments["cuda_devices"] = list(range(first, first + count))
-    return {**arguments, **given}
-
-
-def _one_for_each_rank(
-    given: Mapping[str, Any], ranks: TrainerRanks, *, anywhere: bool
-) -> dict[str, Any]:
-    """Returns how many servers there are on the trainer's GPUs."""
-    tp_size = given.get("tp_size", 1)
-    replicas = given.get("num_replicas", max(ranks.local_size // tp_size, 1))
-    if (replicas - 1) * tp_size >= ranks.local_size and not anywhere:
-        gpus = replicas * tp_size
-        raise ConfigurationError(
-            f"colocated=True has each server open the memory of a rank of the trainer "
-            f"on its GPUs; num_replicas={replicas} with tp_size={tp_size} are on "
-            f"{gpus} GPUs, and {ranks.local_size} rank(s) are here. Start as many "
-            f"ranks, torchrun --nproc-per-node {gpus}; or give fewer servers, or "
-            f"weight_sync={{'directory': a folder on this machine, such as "
-            f"'/dev/shm/weights'}}."
-        )
-    return {"num_replicas": replicas}
-
-
-def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:
-    """Refuses servers on the trainer's GPUs, which a launcher may not know of.
-
-    Args:
-        servers: where the servers run.
-        gpus: the trainer's, as ``CUDA_VISIBLE_DEVICES`` names them.
-
-    Raises:
-        ConfigurationError: naming a server.
-    """
-    for server in servers:
-        if server.local and not set(gpus).isdisjoint(server.gpus or ()):
-            raise ConfigurationError(
-                f"The launcher started the server at {server.url} on the trainer's "
-                f"GPUs, {', '.join(gpus)}; start Ray on this machine without them, as "
-                f"in CUDA_VISIBLE_DEVICES=1,2,3 ray start ..., or name other nodes, as "
-                f"in launcher=RayLauncher(nodes=...)."
-            )
-
-
-def warn_of_staleness(max_staleness: int, correction: Any, loss: Any) -> None:
-    """Warns of tokens of earlier weights that nothing corrects for."""
-    # A loss that a function makes may have a correction of its own.
-    if max_staleness and correction is None and not callable(loss):
-        warnings.warn(
-            f"max_staleness={max_staleness} trains on tokens of earlier weights, and "
-            f"nothing corrects for that: give correction='decoupled_token_is', or "
-            f"max_staleness=0.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-
-
-def check_sampling(
-    params: Mapping[str, Any], mode: LogProbsMode, capabilities: ServerCapabilities
-) -> None:
-    """Refuses sampling that servers cannot report; warns of what is not trained.
-
-    Args:
-        params: sampling parameters of the run.
-        mode: of its log-probs.
-        capabilities: of the servers.
-
-    Raises:
-        UnsupportedByServerError: if the mode is ``"behaviour"``, and the servers do not
-            report what tokens are drawn from.
-    """
-    checked = check_sampling_params(params, capabilities)
-    if mode == "behaviour":
-        request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
-        plan_behaviour(request, checked, capabilities)
-        # A support has what a grammar left.
-        has_support = bool(leaves_out(checked, capabilities))
-        changes = shifts_logits if has_support else changes_logits
-        if changes(checked, capabilities):
-            remedy = "" if has_support else " A top_k has supports, for a grammar."
-            warnings.warn(
-                f"A penalty, a bias, min_new_tokens or a grammar among "
-                f"{sorted(checked)} changes what tokens are drawn from, and the "
-                f"trainer replays temperature and support alone: the first ratio is "
-                f"not 1.{remedy} Leave it out, or give "
-                f"correction='decoupled_token_is'.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return
-    name = leaves_out(checked, capabilities)
-    if not name and temperature_of(checked, capabilities) not in (None, 1.0):
-        name = "temperature"
-    if name:
-        value = checked.get(name, capabilities.default_sampling_params.get(name))
-        warnings.warn(
-            f"Tokens are drawn with {name}={value!r}, and the whole vocabulary is "
-            f"trained at temperature 1: the gradient is that of another policy. Give "
-            f"logprobs_mode='behaviour', which trains what is drawn from, or "
-            f"generate_kwargs with temperature=1.0 alone.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def check_sampling_of_agents(params: Mapping[str, Any]) -> None:
-    """Refuses parameters that choose what a policy returns: agents get a gateway's."""
-    chosen, plain = translate(params), SamplingParams()
-    for name in (each.name for each in fields(plain) if each.name != "engine"):
-        value = getattr(chosen, name)
-        if value != getattr(plain, name):
-            raise ConfigurationError(
-                f"generate_kwargs sets {name}={value!r}, and an agent's requests say "
-                f"themselves what they return; leave it out."
-            )
-
-
-def check_recording(recorder: Any) -> RunRecorder | bool:
-    """Returns an argument ``recorder`` of a run.
-
-    Raises:
-        ConfigurationError: if it is neither a bool nor a recorder.
-    """
+def check_recorder(name: str, recorder: Any) -> Any:
+    """Returns a recorder, or whether the run makes one."""
     if isinstance(recorder, (bool, RunRecorder)):
         return recorder
     raise ConfigurationError(
-        f"recorder must be a bool or a RunRecorder, got {recorder!r}; give "
+        f"{name} must be a bool or a RunRecorder, got {recorder!r}; give "
         f"RunRecorder(folder), or False."
     )
+
+
+Options: TypeAlias = Annotated[Mapping[str, Any] | None, check_part(MAPPING)]
+Count: TypeAlias = Annotated[int, check_count]
+CountOrZero: TypeAlias = Annotated[int, partial(check_count, least=0)]
+CountOrNone: TypeAlias = Annotated[int | None, check_count]
+Flag: TypeAlias = Annotated[bool, check_flag]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """The arguments of a :class:`.GRPO` run, which has their documentation.
+
+    Raises:
+        ConfigurationError: if an argument is wrong.
+
+    Examples:
+        >>> RunArguments("model", prompts=["2+2="], rewards=len, epochs=0)
+        Traceback (most recent call last):
+        torchrl_sglang.errors.ConfigurationError: epochs must be an integer of at \
+least 1, got 0.
+    """
+
+    model: Annotated[str | os.PathLike[str] | nn.Module, check_model] = field(
+        kw_only=False
+    )
+    """Folder or hub name of the model; or a model of transformers, which needs an
+    ``engine`` that already serves it."""
+    prompts: Any = None
+    """Tasks to train on, as for :class:`.AsyncLLMCollector`."""
+    rewards: Any = None
+    """Reward functions of a conversation and its task, as for
+    :class:`.AsyncLLMCollector`."""
+    group_rewards: Any = None
+    """Reward functions of a group, as for :class:`.AsyncLLMCollector`."""
+    step: Any = None
+    """Function that continues a conversation after a response, as for
+    :class:`.AsyncLLMCollector`."""
+    tools: Any = None
+    """Functions that the model can call, as for :class:`.AsyncLLMCollector`."""
+    agent: Annotated[Callable[..., Any] | None, check_part(FUNCTION, awaited=True)] = (
+        None
+    )
+    """Program that holds a conversation with a gateway, as for
+    :class:`.AsyncLLMCollector`, instead of functions."""
+    env: Annotated[Callable[[], Any] | None, check_part(FUNCTION)] = None
+    """Function that makes an environment of TorchRL, instead of functions."""
+    max_turns: int | None = None
+    """Most responses of a conversation, as for :class:`.AsyncLLMCollector`."""
+    query_key: str = "query"
+    """Key of a task's prompt."""
+    system_prompt: str | None = None
+    """System message before each prompt."""
+    chat_template: str | None = None
+    """Chat template of the policy and of the saved model. By default the model's."""
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    """Variables of the chat template, such as ``{"enable_thinking": False}``. The
+    requests of an ``agent`` have their own."""
+    generate_kwargs: Mapping[str, Any] | None = None
+    """Sampling parameters. By default 512 tokens at temperature 1."""
+    group_size: Annotated[int, partial(check_count, least=2)] = 8
+    """Responses to each prompt, whose rewards are compared."""
+    groups_per_batch: Count = 16
+    """Prompts of a batch."""
+    steps: CountOrNone = None
+    """Batches to train on. By default ``epochs`` passes over the prompts."""
+    epochs: Count = 1
+    """Passes over the prompts. The last batch has the remaining prompts; with fewer
+    responses than ranks it is left out, with a warning."""
+    max_staleness: CountOrZero = 0
+    """Weight updates by which a trained token may be behind the trainer's weights, as
+    for :class:`.AsyncLLMCollector`; 0 is synchronous training."""
+    on_stale: str = "drop"
+    """Treatment of groups with older tokens, as for :class:`.AsyncLLMCollector`."""
+    keep_group: Callable[..., bool] | None = None
+    """Filter of groups, as for :class:`.AsyncLLMCollector`; ``has_variance`` is one."""
+    method: str = "grpo"
+    """``"grpo"``, ``"dapo"``, ``"dr_grpo"``, ``"gspo"``, ``"cispo"`` or ``"rloo"``; see
+    ``trainers.methods``."""
+    advantage: str | Callable[..., Any] | None = None
+    """A name in ``objectives.advantages.ADVANTAGES``, or a function. By default the
+    method's."""
+    loss: Annotated[
+        Mapping[str, Any] | Callable[[Any], Any] | None, check_part(MAPPING, FUNCTION)
+    ] = None
+    """Arguments of the method's loss, or a function that makes a loss of an actor."""
+    correction: str | RolloutCorrectionConfig | None = None
+    """Preset or configuration of off-policy correction. By default there is none."""
+    kl_to_ref_coeff: Annotated[float, partial(check_positive, zero=True)] = 0.0
+    """Coefficient of the divergence from the model before training."""
+    lr: float | None = None
+    """Learning rate, unless ``optimizer`` has one. By default 1e-6, or 1e-5 with
+    ``lora``."""
+    optimizer: Annotated[
+        Mapping[str, Any] | Callable[[Any], torch.optim.Optimizer] | None,
+        check_part(MAPPING, FUNCTION),
+    ] = None
+    """Further arguments of AdamW, or a function that makes an optimizer of parameters.
+    By default there is no weight decay."""
+    schedule: str = "constant_with_warmup"
+    """Schedule of the learning rate, by its name in transformers."""
+    warmup_steps: CountOrZero = 0
+    """Optimizer steps of the schedule's warmup."""
+    minibatches: Count = 1
+    """Optimizer steps of a pass over a batch."""
+    epochs_per_batch: Count = 1
+    """Passes over a batch."""
+    max_tokens_per_pass: Count = 16_384
+    """Most tokens of a forward and backward pass, as for :class:`.Learner`."""
+    packing: Annotated[Packing, check_auto] = "auto"
+    """Whether passes have responses without padding, as for
+    :class:`.CorrectedGRPOLoss`; ``"auto"``: if the model supports it."""
+    clip_grad_norm: Annotated[float | None, check_positive] = 1.0
+    """Largest norm of a gradient; None for no limit."""
+    lora: Options = None
+    """Arguments of PEFT's ``LoraConfig``, to train an adapter alone."""
+    gradient_checkpointing: bool | None = None
+    """Whether activations are recomputed in the backward pass. By default on GPUs."""
+    dtype: torch.dtype | str = torch.float32
+    """Type of the trainer's weights, gradients and optimizer. Passes are computed in
+    bfloat16 on GPUs anyway. ``"bfloat16"`` needs half the memory, and loses updates
+    that are small beside a weight."""
+    attn_implementation: Annotated[str | None, check_attention] = None
+    """Attention of the trainer's model in transformers, such as ``"sdpa"`` or
+    ``"flash_attention_2"``."""
+    replay_routing: Flag = False
+    """Whether a mixture of experts is trained with the experts that the engine chose;
+    see :func:`.replay_routing`."""
+    logprobs_mode: LogProbsMode = "model"
+    """Kind of the engine's log-probs, as for :class:`.SGLangWrapper`. ``"behaviour"``
+    trains the distribution that tokens are drawn from, with any ``temperature``,
+    ``top_k``, ``top_p`` and ``min_p`` of ``generate_kwargs``; see ``replay_sampling``
+    of :class:`.CorrectedGRPOLoss`. ``"model"`` is the same at temperature 1 without the
+    other three, and warns of them. Evaluation is greedy with both."""
+    colocated: Flag = False
+    """Whether the servers run on the trainer's GPUs, and sleep while it trains."""
+    engine: Annotated[
+        Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None, check_engine
+    ] = None
+    """Arguments of :meth:`.AsyncSGLang.from_pretrained`; the URL of a running server, a
+    list of URLs, or arguments of :meth:`.AsyncSGLang.connect`, such as ``router_url``,
+    with the key in ``TORCHRL_SGLANG_API_KEY``; or an engine, which the run does not
+    shut down."""
+    weight_sync: Annotated[Mapping[str, Any] | None, check_weight_sync] = None
+    """Arguments of :class:`.SGLangWeightSyncScheme`."""
+    collector: Annotated[
+        Mapping[str, Any] | Callable[[SGLangWrapper], Any] | None,
+        check_part(MAPPING, FUNCTION),
+    ] = None
+    """Further arguments of :class:`.AsyncLLMCollector`, or a function that makes a
+    collector of a policy, with its own prompts, rewards and other arguments."""
+    gateway: Options = None
+    """Arguments of :class:`.Gateway`, for an ``agent``."""
+    eval_prompts: Any = None
+    """Held-out prompts, which the engine answers greedily and the same rewards score;
+    ``eval/prompts`` counts the scored ones. The requests of an ``agent`` have their own
+    sampling parameters, and otherwise the run's. The folder ``best`` has the first
+    model with the greatest ``eval/reward``, if that exceeds the one before training."""
+    eval_every: Count = 10
+    """Steps between two evaluations."""
+    checkpoint_every: Count = 10
+    """Steps between two checkpoints."""
+    keep_checkpoints: Count = 2
+    """Number of checkpoints that stay in the folder."""
+    output: str | os.PathLike[str] = "runs/grpo"
+    """Folder of the run."""
+    resume: Annotated[Resume, check_auto] = False
+    """Whether the run continues from the newest checkpoint of ``output``; ``"auto"``:
+    if there is one. With False, a folder with results is refused."""
+    logger: Any = "csv"
+    """``"csv"``, ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"trackio"``, a logger
+    of TorchRL or None."""
+    project: str = "torchrl_sglang"
+    """Project of W&B and Trackio, and experiment of MLflow."""
+    metrics_port: int | None = None
+    """Port of this machine that Prometheus scrapes, 0 for a free one; see
+    :func:`.serve_metrics`. By default there is no port."""
+    progress: Annotated[StepsShown, check_auto] = "auto"
+    """Whether a bar shows the progress of the run; ``"auto"``: in a terminal or a
+    notebook, while a log file has a line each minute of a long step. Lines of complete
+    steps are printed anyway, by the first rank alone."""
+    show_samples: CountOrNone = 10
+    """Steps between two printed responses, and between two tables of responses in a
+    logger with tables; None for none."""
+    recorder: Annotated[RunRecorder | bool, check_recorder] = True
+    """Records the run for ``torchrl-sglang view``. True records to the folder
+    ``record`` of ``output``, at most 1 GiB."""
+    seed: CountOrZero = 0
+    """Seed of an adapter's weights, of the order of prompts and minibatches, and of the
+    servers."""
+    deterministic: Flag = False
+    """Whether a second run on the same machine is the same: with seeds for all samples,
+    batches in the order of prompts, and deterministic kernels; the guide on repeatable
+    runs has the limits. It needs ``max_staleness=0`` and servers on GPUs."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        self._check_minibatches()
+        check_placement(self.model, self.engine, self.colocated, self.max_staleness)
+        self._warn_of_staleness()
+        if self.deterministic:
+            check_repeatable(
+                self.engine,
+                max_staleness=self.max_staleness,
+                collector=self.collector,
+                agent=self.agent,
+            )
+        self._check_epochs()
+        warn_of_greedy_groups(self.sampling, stacklevel=6)
+
+    @cached_property
+    def sampling(self) -> dict[str, Any]:
+        """Sampling parameters, with the run's defaults."""
+        return read_sampling(self.generate_kwargs)
+
+    @cached_property
+    def groups(self) -> int | None:
+        """Groups of the run; None if they are not known before the prompts are read."""
+        if self.steps is not None:
+            return self.steps * self.groups_per_batch
+        tasks = count_tasks(self.prompts)
+        return None if tasks is None else self.epochs * tasks
+
+    @property
+    def total_steps(self) -> int | None:
+        """Batches of the run, of which the last may be smaller; None likewise."""
+        return None if self.groups is None else -(-self.groups // self.groups_per_batch)
+
+    def _check_minibatches(self) -> None:
+        responses = self.group_size * self.groups_per_batch
+        if self.minibatches > responses:
+            raise ConfigurationError(
+                f"minibatches={self.minibatches} are more than the {responses} "
+                f"responses of a batch, group_size * groups_per_batch; give fewer."
+            )
+
+    def _check_epochs(self) -> None:
+        if self.epochs == 1:
+            return
+        if self.steps is not None:
+            raise ConfigurationError(
+                f"steps={self.steps} and epochs={self.epochs} say twice when to end; "
+                f"give one."
+            )
+        if isinstance(self.prompts, Iterator):
+            raise ConfigurationError(
+                f"epochs={self.epochs} needs prompts that can be read again, and an "
+                f"iterator ends; give a list or another iterable, steps=..., or one "
+                f"pass."
+            )
+
+    def _warn_of_staleness(self) -> None:
+        # A loss that a function makes may have its own correction.
+        if self.max_staleness and self.correction is None and not callable(self.loss):
+            warnings.warn(
+                f"max_staleness={self.max_staleness} trains on tokens of earlier "
+                f"weights, and nothing corrects for that: give "
+                f"correction='decoupled_token_is', or max_staleness=0.",
+                RuntimeWarning,
+                stacklevel=6,
+            )

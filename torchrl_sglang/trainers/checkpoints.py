@@ -107,11 +107,11 @@ class Checkpoints:
 
     def paths(self) -> list[Path]:
         """Returns all complete checkpoints, the newest last."""
-        found = self._folder.glob("step_*")
-        return sorted(path for path in found if _COMPLETE.fullmatch(path.name))
+        folders = self._folder.glob("step_*")
+        return sorted(path for path in folders if _COMPLETE.fullmatch(path.name))
 
     def load(self, resume: Resume) -> dict[str, Any] | None:
-        """Returns what the newest checkpoint holds besides weights and optimizer.
+        """Returns the newest checkpoint's contents besides weights and optimizer.
 
         It is ``None`` if the run begins.
 
@@ -140,10 +140,10 @@ class Checkpoints:
             return None
         state = _read_rest(paths[-1])
         for name, now in self._identity.items():
-            before = state["identity"].get(name)
-            if before != now:
+            saved = state["identity"].get(name)
+            if saved != now:
                 raise ConfigurationError(
-                    f"{paths[-1]} was saved with {name}={before!r}, and this run has "
+                    f"{paths[-1]} was saved with {name}={saved!r}, and this run has "
                     f"{name}={now!r}; give the same, or another output."
                 )
         return state
@@ -245,7 +245,7 @@ class Checkpoints:
         return False
 
     def _complete(self, partial: Path, path: Path, rest: io.BytesIO) -> None:
-        """Makes a checkpoint of what was written, and removes older ones."""
+        """Makes a checkpoint of the written files, and removes older checkpoints."""
         with open(partial / REST, "wb", opener=for_owner) as file:
             file.write(rest.getbuffer())
             file.flush()
@@ -279,7 +279,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Ends what the ranks tell each other here; nothing is saved after it.
+        """Ends the communication of the ranks; nothing is saved after it.
 
         Waits for the last checkpoint of a run that fails, and raises nothing.
         """
@@ -295,7 +295,7 @@ class Checkpoints:
 
 
 def _read_rest(path: Path) -> dict[str, Any]:
-    """Returns what a checkpoint holds besides weights and optimizer."""
+    """Returns the contents of a checkpoint besides weights and optimizer."""
     try:
         state: dict[str, Any] = torch.load(
             path / REST, map_location="cpu", weights_only=False
@@ -324,8 +324,8 @@ def _say(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return " ".join(f"{type(error).__name__}: {error}".split())
     # Its text has the stacks of all ranks.
-    said = {rank: _say(failure) for rank, (failure, _) in error.failures.items()}
-    return "; ".join(f"rank {rank}: {text}" for rank, text in said.items())
+    failures = {rank: _say(failure) for rank, (failure, _) in error.failures.items()}
+    return "; ".join(f"rank {rank}: {text}" for rank, text in failures.items())
 
 
 def _then(written: Future[Any], call: Callable[[], None]) -> Future[None]:
@@ -378,7 +378,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def forget_later_steps(folder: Path, step: int) -> None:
-    """Removes what a killed run wrote after its last checkpoint.
+    """Removes the output of a killed run after its last checkpoint.
 
     Args:
         folder: of the run: its rollouts, and the files of TorchRL's ``CSVLogger``.
@@ -410,7 +410,7 @@ def _keep_lines(path: Path, keep: Callable[[str], bool]) -> None:
         path.open(encoding="utf-8", errors="surrogateescape") as lines,
         open(
             partial, "w", encoding="utf-8", errors="surrogateescape", opener=for_owner
-        ) as kept,
+        ) as copied,
     ):
-        kept.writelines(line for line in lines if keep(line))
+        copied.writelines(line for line in lines if keep(line))
     partial.replace(path)

@@ -31,16 +31,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     Returns:
         The norm of all gradients before, on their device.
     """
-    shards, other_layouts, whole = _split(parameters)
+    shards, other_layouts, tensors = _split(parameters)
     norms = [_norm_of_shards(grads, group) for group, grads in shards.items()]
     if other_layouts:
         norms.append(cast(DTensor, get_total_norm(other_layouts)).full_tensor())
-    if whole or not norms:
-        norms.append(get_total_norm(whole))
-    norm: Tensor = torch.stack([each.to(norms[0]) for each in norms]).norm()
+    if tensors or not norms:
+        norms.append(get_total_norm(tensors))
+    norm: Tensor = torch.stack([value.to(norms[0]) for value in norms]).norm()
     if limit is not None:
         factor = (limit / (norm + _TOO_SMALL)).clamp_max(1.0)
-        for grads in (*shards.values(), other_layouts, whole):
+        for grads in (*shards.values(), other_layouts, tensors):
             for kind in _of_one_kind(grads):
                 torch._foreach_mul_(kind, factor.to(kind[0].device))
     return norm
@@ -53,17 +53,17 @@ def _split(
     that are distributed in another way; and those that this rank has as a whole.
     """
     shards = defaultdict[dist.ProcessGroup, list[Tensor]](list)
-    other_layouts, whole = list[Tensor](), list[Tensor]()
-    for each in parameters:
-        grad = each.grad
+    other_layouts, tensors = list[Tensor](), list[Tensor]()
+    for parameter in parameters:
+        grad = parameter.grad
         if isinstance(grad, DTensor):
             if _is_cut_once(grad):
                 shards[grad.device_mesh.get_group()].append(grad.to_local())
             else:
                 other_layouts.append(grad)
         elif grad is not None:
-            whole.append(grad)
-    return dict(shards), other_layouts, whole
+            tensors.append(grad)
+    return dict(shards), other_layouts, tensors
 
 
 def _is_cut_once(grad: DTensor) -> bool:
@@ -73,7 +73,7 @@ def _is_cut_once(grad: DTensor) -> bool:
 
 def _norm_of_shards(grads: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     # A rank can have nothing of some.
-    norm = get_total_norm([each for each in grads if each.numel()])
+    norm = get_total_norm([grad for grad in grads if grad.numel()])
     kind = torch.promote_types(norm.dtype, torch.float32)
     total = norm.to(grads[0].device, kind).square()
     dist.all_reduce(total, group=group)
@@ -82,6 +82,6 @@ def _norm_of_shards(grads: list[Tensor], group: dist.ProcessGroup) -> Tensor:
 
 def _of_one_kind(grads: list[Tensor]) -> list[list[Tensor]]:
     kinds = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
-    for each in grads:
-        kinds[each.device, each.dtype].append(each)
+    for grad in grads:
+        kinds[grad.device, grad.dtype].append(grad)
     return list(kinds.values())

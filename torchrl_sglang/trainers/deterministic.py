@@ -1,4 +1,4 @@
-"""What a run needs of its arguments and of torch, so that a second one is the same."""
+"""Deterministic runs: checks of arguments, and settings of torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_repeatable(
 ) -> None:
     """Refuses arguments of a run that do not go with ``deterministic=True``.
 
-    What the servers must be is checked where they are started, and by the collector.
+    The engine and the collector check the servers.
     """
     if max_staleness:
         raise ConfigurationError(
@@ -56,15 +56,15 @@ def deterministic_algorithms() -> Iterator[None]:
     """Has torch compute the same bits twice, or raise, within a ``with`` block.
 
     Raises:
-        ConfigurationError: if cuBLAS was told to be something else.
+        ConfigurationError: if the environment makes cuBLAS nondeterministic.
     """
-    given = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
-    if given not in WORKSPACES:
+    workspace = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
+    if workspace not in WORKSPACES:
         raise ConfigurationError(
-            f"{WORKSPACE}={given!r} does not let cuBLAS compute the same bits twice; "
-            f"deterministic=True needs {' or '.join(map(repr, WORKSPACES))}."
+            f"{WORKSPACE}={workspace!r} does not let cuBLAS compute the same bits "
+            f"twice; deterministic=True needs {' or '.join(map(repr, WORKSPACES))}."
         )
-    before = torch.are_deterministic_algorithms_enabled()
+    enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
@@ -74,4 +74,4 @@ def deterministic_algorithms() -> Iterator[None]:
         yield
     finally:
         torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

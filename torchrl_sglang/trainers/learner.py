@@ -143,13 +143,13 @@ class Learner:
         recorder: RunRecorder | None = None,
         query_key: str = "query",
     ) -> None:
-        for name, count, least in (
+        for name, count, minimum in (
             ("minibatches", minibatches, 1),
             ("epochs", epochs, 1),
             ("max_tokens_per_pass", max_tokens_per_pass, 1),
             ("max_skipped_steps", max_skipped_steps, 0),
         ):
-            check_count(name, count, least=least)
+            check_count(name, count, least=minimum)
         if clip_grad_norm is not None:
             check_positive("clip_grad_norm", clip_grad_norm)
         if not callable(getattr(loss, "accumulate", None)):
@@ -192,7 +192,7 @@ class Learner:
         if schedule is not None:
             check_steps_alone(schedule)
         trained = set(self._trained)
-        if not any(each in trained for each in self.model.parameters()):
+        if not any(weight in trained for weight in self.model.parameters()):
             raise ConfigurationError(
                 "No parameter of the model has requires_grad=True and is one of the "
                 "optimizer's, so there is nothing to train; make the optimizer of the "
@@ -240,9 +240,9 @@ class Learner:
         rows = self._ranks_in_step.together(lambda: self._select(batch))
         scored = [bool(row[LOG_PROBS].isfinite().any()) for row in rows.unbind(0)]
         counts = self.ranks.gather((sum(scored), len(scored)))
-        known, total = map(sum, zip(*counts, strict=True))
-        metrics = {"train/unscored": 1 - known / total}
-        if not known:
+        number, total = map(sum, zip(*counts, strict=True))
+        metrics = {"train/unscored": 1 - number / total}
+        if not number:
             self._ranks_in_step.together(lambda: _check_masked(rows))
             return metrics
         if not all(of_rank for of_rank, _ in counts):
@@ -276,7 +276,7 @@ class Learner:
         return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
 
     def _mark_start(self) -> None:
-        """Keeps what a schedule begins with, before the first step."""
+        """Keeps the state of a schedule before the first step."""
         if self._start is None:
             self._start = ScheduleStart.of(self.optimizer, self.schedule)
 
@@ -314,7 +314,7 @@ class Learner:
         return batch.select(self.query_key, *TRAINING_KEYS, strict=False)
 
     def _check_columns(self, rows: TensorDictBase) -> None:
-        """Refuses what passes read of any rank's rows, before others wait in one."""
+        """Refuses wrong rows of any rank before other ranks wait in a pass."""
         if self.ranks.size == 1:
             return
         reads, replays = hasattr(self.loss, "sampling_of"), replay_of(self.model)
@@ -335,7 +335,7 @@ class Learner:
             count -= 1
         order = torch.randperm(len(rows)).tolist()
         for number in range(count):
-            begin, end = (len(rows) * each // count for each in (number, number + 1))
+            begin, end = (len(rows) * part // count for part in (number, number + 1))
             yield LazyStackedTensorDict(*(rows[i] for i in order[begin:end]))
 
     def _step(self, minibatch: TensorDictBase) -> dict[str, float]:
@@ -375,8 +375,8 @@ class Learner:
         passes = list(self._passes(rows))
         output = ranks.together(lambda: self._accumulate(passes))
         losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
-        total = sum(each.sum().item() for each in losses if each is not None)
-        found = {name: getattr(output, name, None) for name in METRICS}
+        total = sum(loss.sum().item() for loss in losses if loss is not None)
+        metrics = {name: getattr(output, name, None) for name in METRICS}
         corrected = (
             self.loss.correction_metrics
             if self._correct is None or self._one_pass
@@ -384,12 +384,12 @@ class Learner:
         )
         return {
             "train/loss": total,
-            **{f"train/{k}": v.item() for k, v in found.items() if v is not None},
+            **{f"train/{k}": v.item() for k, v in metrics.items() if v is not None},
             **corrected,
         }
 
     def _corrected(self, minibatch: TensorDictBase) -> TensorDictBase:
-        """Returns what the loss reads, on the model's device."""
+        """Returns the columns of the loss, on the model's device."""
         rows = minibatch.exclude(self.query_key).to(self._device)
         if self._correct is None or self._one_pass:
             return rows
@@ -417,9 +417,9 @@ class Learner:
         """
         lengths = [len(row[TOKENS]) for row in rows.unbind(0)]
         parts = cut_by_tokens(lengths, self._max_tokens, packed=packed)
-        most = max(self.ranks.gather(len(parts)))
-        if most > len(parts):
-            parts = cut_by_tokens(lengths, self._max_tokens, packed=packed, least=most)
+        count = max(self.ranks.gather(len(parts)))
+        if count > len(parts):
+            parts = cut_by_tokens(lengths, self._max_tokens, packed=packed, least=count)
         return parts
 
     def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
@@ -451,23 +451,23 @@ class Learner:
         Args:
             of_optimizer: also looks at what the optimizer keeps of each weight.
         """
-        found = {
-            f"weight {name}": each
-            for name, each in self.model.named_parameters()
-            if each.requires_grad
+        tensors = {
+            f"weight {name}": weight
+            for name, weight in self.model.named_parameters()
+            if weight.requires_grad
         }
         if of_optimizer:
-            for name, weight in list(found.items()):
-                for kind, kept in self.optimizer.state.get(weight, {}).items():
-                    if torch.is_tensor(kept) and kept.is_floating_point():
-                        found[f"optimizer's {kind} of {name}"] = kept
+            for name, weight in list(tensors.items()):
+                for kind, state in self.optimizer.state.get(weight, {}).items():
+                    if torch.is_tensor(state) and state.is_floating_point():
+                        tensors[f"optimizer's {kind} of {name}"] = state
         parts = {
-            name: each.to_local() if isinstance(each, DTensor) else each
-            for name, each in found.items()
+            name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            for name, tensor in tensors.items()
         }
         # One answer of the GPU for all of them; a rank can have nothing of some.
-        own = [part.detach() for part in parts.values() if part.numel()]
-        size, wrong = get_total_norm(own, math.inf), ""
+        filled = [part.detach() for part in parts.values() if part.numel()]
+        size, wrong = get_total_norm(filled, math.inf), ""
         if not size.isfinite():
             names = (name for name, part in parts.items() if not part.isfinite().all())
             wrong = next(names, "")
@@ -508,17 +508,17 @@ class Learner:
                 with self._autocast(), routing:
                     return score(model, inputs.to(self._device))
 
-            found = self._ranks_in_step.together(scored)
-            for row, each in zip(chosen, found, strict=True):
+            log_probs = self._ranks_in_step.together(scored)
+            for row, values in zip(chosen, log_probs, strict=True):
                 if counts:
-                    row.set(place, row.empty().set("full", each.cpu()))
+                    row.set(place, row.empty().set("full", values.cpu()))
         if isinstance(model, FSDPModule):
             # After a pass without gradients its outermost parameters stay gathered,
             # and the passes that follow would make wrong gradients for them.
             model.reshard()
 
     def _sampling_of(self, inputs: TensorDictBase) -> Drawn | None:
-        """Returns what tokens were drawn from, if the loss replays that."""
+        """Returns the distribution of the tokens, if the loss replays it."""
         sampling_of = getattr(self.loss, "sampling_of", None)
         return None if sampling_of is None else sampling_of(inputs)
 
@@ -529,8 +529,8 @@ class Learner:
         # Nothing is before the first token of a sequence.
         mask = real & (real.cumsum(-1) > 1)
         sampling = self._sampling_of(inputs)
-        found = padded_terms(actor, tokens, real, mask, sampling=sampling)
-        return _cut_padding(found.log_prob, inputs)
+        terms = padded_terms(actor, tokens, real, mask, sampling=sampling)
+        return _cut_padding(terms.log_prob, inputs)
 
     def _score_packed(self, model: Any, inputs: TensorDictBase) -> Any:
         """Returns the log-probs of the loss's tokens, a tensor for each row."""
@@ -540,8 +540,8 @@ class Learner:
         if self._correct is not None:
             mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
         sampling = self._sampling_of(inputs)
-        found = packed_terms(model, tokens, real, mask, sampling=sampling)
-        return _cut_padding(found.log_prob, inputs)
+        terms = packed_terms(model, tokens, real, mask, sampling=sampling)
+        return _cut_padding(terms.log_prob, inputs)
 
     def _autocast(self) -> Any:
         return torch.autocast(
@@ -610,6 +610,6 @@ def _cut_padding(values: Tensor, rows: TensorDictBase) -> list[Tensor]:
     lengths, width = row_lengths(rows, TOKENS), values.shape[1]
     assert lengths is not None
     return [
-        each[width - length :]
-        for each, length in zip(values, lengths.tolist(), strict=True)
+        row[width - length :]
+        for row, length in zip(values, lengths.tolist(), strict=True)
     ]

@@ -146,7 +146,7 @@ LOGGERS: Mapping[str, Callable[[_Wish], Logger]] = {
 
 
 class LoggerCalls:
-    """Calls a logger, whose later failures cost what was to be logged, not the run.
+    """Calls a logger; a failure loses the logged values, and the run continues.
 
     The first call of all raises: what is wrong then is how the logger was set up.
     """

@@ -68,8 +68,8 @@ def find_method(name: Any) -> Method:
     """
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
-    near = nearest(str(name), METHODS)
-    hint = "" if near is None else f" Did you mean {near!r}?"
+    method = nearest(str(name), METHODS)
+    hint = "" if method is None else f" Did you mean {method!r}?"
     raise ConfigurationError(
         f"method={name!r} is not one of {', '.join(METHODS)}.{hint}"
     )

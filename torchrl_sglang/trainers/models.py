@@ -1,4 +1,4 @@
-"""Loads what is trained, shards it over ranks with FSDP2, and saves it."""
+"""Loads the trained model, shards it over ranks with FSDP2, and saves it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def load_model(
             is not found or has no such attention.
     """
     ranks = ranks or TrainerRanks()
-    found: Any = model
+    loaded: Any = model
     if not isinstance(model, nn.Module):
         options: dict[str, Any] = {
             "dtype": dtype,
@@ -69,27 +69,27 @@ def load_model(
         if attn_implementation is not None:
             options["attn_implementation"] = attn_implementation
         name = os.fspath(model)
-        found = ranks.first(lambda: _read(name, options))
-        if found is None:
-            found = _without_memory(name, options)
+        loaded = ranks.first(lambda: _read(name, options))
+        if loaded is None:
+            loaded = _without_memory(name, options)
     elif attn_implementation is not None:
-        found.set_attn_implementation(attn_implementation)
+        loaded.set_attn_implementation(attn_implementation)
     if ranks.size == 1:
-        found = found.to(device)
+        loaded = loaded.to(device)
     if lora is not None:
-        found = _add_adapter(found, lora)
-    found.eval()
+        loaded = _add_adapter(loaded, lora)
+    loaded.eval()
     if gradient_checkpointing:
         # Earlier releases of transformers have it under the second name alone.
-        enable = getattr(found, "activation_checkpointing_enable", None)
-        (enable or found.gradient_checkpointing_enable)({"use_reentrant": False})
+        enable = getattr(loaded, "activation_checkpointing_enable", None)
+        (enable or loaded.gradient_checkpointing_enable)({"use_reentrant": False})
         if lora is not None:
             # Otherwise nothing that is checkpointed has a gradient.
-            found.enable_input_require_grads()
+            loaded.enable_input_require_grads()
         # Checkpointing is for models in training mode.
-        _drop_nothing(found)
-        found.train()
-    return found if ranks.size == 1 else shard(found, ranks, device)
+        _drop_nothing(loaded)
+        loaded.train()
+    return loaded if ranks.size == 1 else shard(loaded, ranks, device)
 
 
 def _read(name: str, options: Mapping[str, Any]) -> Any:
@@ -120,9 +120,9 @@ def _without_memory(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def identify(model: str | os.PathLike[str] | nn.Module) -> str:
-    """Returns what a model is told by when its run goes on.
+    """Returns the name by which a resumed run recognises its model.
 
-    A folder's is its path without links, in whatever way it was written.
+    The name of a folder is its path without links.
     """
     if isinstance(model, nn.Module):
         return "given"
@@ -139,8 +139,8 @@ def check_adapter(lora: Mapping[str, Any]) -> None:
             f"lora={dict(lora)!r} needs PEFT: {error}. Install it with "
             f"pip install peft."
         ) from error
-    meant = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
-    check_keywords("lora", lora, LoraConfig, meant)
+    aliases = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    check_keywords("lora", lora, LoraConfig, aliases)
     # PEFT finds it when the adapter is made.
     check_count("r of lora", lora.get("r", 8))
     try:
@@ -204,7 +204,7 @@ def shard(
             param_dtype=compute_dtype, reduce_dtype=torch.float32
         )
     kinds = getattr(model, "_no_split_modules", None) or ()
-    layers = [each for each in model.modules() if type(each).__name__ in kinds]
+    layers = [module for module in model.modules() if type(module).__name__ in kinds]
     receive = _Receiver(model, device)
     for module in (*layers, model):
         receive(module)
@@ -224,7 +224,7 @@ class _Receiver:
         self._done: set[nn.Module] = set()
 
     def __call__(self, module: nn.Module) -> None:
-        """Replaces a module's tensors, and those of its parts; all ranks call it."""
+        """Replaces the tensors of a module and of its parts; all ranks call it."""
         for part in module.modules():
             if part in self._done:
                 continue

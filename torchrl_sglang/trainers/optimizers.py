@@ -21,7 +21,7 @@ from torchrl_sglang.errors import ConfigurationError
 def optimizer_of(
     given: Any, lr: float | None, default: float = 1e-6
 ) -> Callable[[Any], torch.optim.Optimizer]:
-    """Returns what makes the optimizer, after a trial.
+    """Returns a function that makes the optimizer, after a trial.
 
     On a GPU it is the fused AdamW, which is faster and has no memory of its own beside
     its moments.
@@ -58,7 +58,7 @@ def optimizer_of(
 
 def _adamw(parameters: Iterable[nn.Parameter], **arguments: Any) -> torch.optim.AdamW:
     parameters = list(parameters)
-    on_gpu = all(each.is_cuda for each in parameters)
+    on_gpu = all(parameter.is_cuda for parameter in parameters)
     if on_gpu and not {"fused", "foreach", "capturable"} & set(arguments):
         arguments["fused"] = True
     return torch.optim.AdamW(parameters, **arguments)
@@ -163,7 +163,7 @@ class ScheduleStart:
         cls, optimizer: torch.optim.Optimizer, schedule: LRScheduler | None
     ) -> ScheduleStart:
         """Returns the present state as the one before the first step."""
-        groups = [{**each, "params": None} for each in optimizer.param_groups]
+        groups = [{**group, "params": None} for group in optimizer.param_groups]
         state = {} if schedule is None else schedule.state_dict()
         groups, state = copy.deepcopy(groups), _copy_state(state)
         return cls(optimizer=optimizer, schedule=schedule, groups=groups, state=state)
@@ -185,6 +185,6 @@ class ScheduleStart:
 
 def _copy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a copy of a schedule's state; model and optimizer stay the same."""
-    kept = (nn.Module, torch.optim.Optimizer)
-    memo = {id(each): each for each in state.values() if isinstance(each, kept)}
+    shared = (nn.Module, torch.optim.Optimizer)
+    memo = {id(part): part for part in state.values() if isinstance(part, shared)}
     return copy.deepcopy(dict(state), memo)

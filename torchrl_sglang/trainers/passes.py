@@ -98,7 +98,7 @@ def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list
 
 
 def needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:
-    """Whether the old policy of a batch's only step is that of the loss's own pass.
+    """Whether the loss's own pass has the old policy of a batch's only step.
 
     What the loss compares with the log-probs of a corrected batch would else be another
     policy's, and a mean over the batch is not known to its parts.

@@ -1,4 +1,4 @@
-"""How far a run is: a bar where somebody looks, and a line now and then in a log."""
+"""Progress of a run: a bar in a terminal, and lines in a log file."""
 
 from __future__ import annotations
 
@@ -11,42 +11,18 @@ from typing import Any, Literal, Self
 
 from tqdm.auto import tqdm
 
-from torchrl_sglang.errors import ConfigurationError
-
 StepsShown = Literal["auto"] | bool
-"""Whether a run shows how far it is; ``"auto"``: if a bar can be shown, as a bar."""
+"""Whether a run shows its progress; ``"auto"``: as a bar, where that is possible."""
 
 ProgressMode = Literal["bar", "lines", "off"]
 """A bar of tqdm, which is a widget in a notebook; lines, without carriage returns; or
 nothing between the lines of steps."""
 
-BAR_SECONDS = 1.0
-"""Interval at which a bar says what the step does."""
-
-LINE_SECONDS = 60.0
-"""Time without a line after which a log gets one."""
-
-END_SECONDS = 2.0
-"""Wait for the thread that asks what a step does."""
-
-
-def check_progress(given: Any) -> StepsShown:
-    """Returns the argument ``progress``.
-
-    Raises:
-        ConfigurationError: if it is neither a bool nor ``"auto"``.
-    """
-    if isinstance(given, bool):
-        return given
-    if given == "auto":
-        return "auto"
-    raise ConfigurationError(f"progress must be True, False or 'auto', got {given!r}.")
-
 
 def choose_mode(
     given: StepsShown, *, is_first: bool, is_terminal: bool, in_notebook: bool
 ) -> ProgressMode:
-    """Returns how progress is shown. Pure.
+    """Returns the mode of showing progress. Pure.
 
     Args:
         given: the argument of the run; True shows a bar anywhere.
@@ -64,7 +40,7 @@ def choose_mode(
 
 
 def find_mode(given: StepsShown, *, is_first: bool) -> ProgressMode:
-    """Returns how progress is shown in this process."""
+    """Returns the mode of showing progress in this process."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return choose_mode(
         given,
@@ -81,13 +57,13 @@ def tell(text: str) -> None:
 
 
 class StepProgress:
-    """Shows the steps of a run, and what the present one does, until its block ends.
+    """Shows the steps of a run and the status of the present step in a block.
 
     Args:
-        mode: how.
-        total: steps of the run; ``None`` if that is not known.
-        done: steps that were done before.
-        status: says in a few words what the run does; called in a thread of its own.
+        mode: a bar, lines or nothing.
+        total: steps of the run; None if they are not known.
+        done: steps before the block.
+        status: returns the status in a few words; called in another thread.
         seconds: interval. Defaults to a second for a bar, and a minute for lines.
     """
 
@@ -102,7 +78,8 @@ class StepProgress:
     ) -> None:
         self._mode, self._total, self._done = mode, total, done
         self._status = status
-        default = BAR_SECONDS if mode == "bar" else LINE_SECONDS
+        # A log file gets few lines.
+        default = 1.0 if mode == "bar" else 60.0
         self._seconds = default if seconds is None else seconds
         self._bar: Any = None
         self._ended = threading.Event()
@@ -126,14 +103,14 @@ class StepProgress:
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
         if self._thread is not None:
-            # What it asks may be a process that does not answer.
-            self._thread.join(END_SECONDS)
+            # The status may wait for a process that does not respond.
+            self._thread.join(2.0)
         with self._lock:
             if self._bar is not None:
                 self._bar.close()
 
     def advance(self, step: int, line: str) -> None:
-        """Tells of a step that is done, in a line."""
+        """Prints the line of a complete step."""
         tell(line)
         with self._lock:
             self._told_at = time.monotonic()
@@ -143,7 +120,7 @@ class StepProgress:
     def _run(self) -> None:
         while not self._ended.wait(self._left()):
             text = ""
-            # The part that is asked may be shutting down.
+            # A part with the status may be shutting down.
             with suppress(Exception):
                 text = self._status()
             with self._lock:

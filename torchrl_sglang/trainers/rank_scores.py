@@ -13,7 +13,7 @@ from torchrl_sglang.trainers.ranks import TrainerRanks
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankScores:
-    """Is told of log-probs in place of a recorder, by the learner of each rank.
+    """Collects the log-probs of all ranks' learners for the recorder.
 
     Only the first rank writes, so that the bound on the recording, and the order of
     what is in it, are those of one process.
@@ -25,17 +25,17 @@ class RankScores:
 
     def scored(self, parts: Sequence[tuple[Any, Any]]) -> None:
         """Has the first rank record the log-probs of all; all of them call this."""
-        found: Scores | Exception | None = None
+        scores: Scores | Exception | None = None
         if self.recorder is None:
             try:
-                found = scores_of(parts)
+                scores = scores_of(parts)
             except Exception as error:  # noqa: BLE001 - Its record is all that fails.
                 # Another object, such as of the user's, may not be sent.
-                found = RuntimeError(f"{type(error).__name__}: {error}")
-        others = self.ranks.gather_first(found)
+                scores = RuntimeError(f"{type(error).__name__}: {error}")
+        gathered = self.ranks.gather_first(scores)
         if self.recorder is not None:
             # Its own are read in the recorder's thread.
             self.recorder.scored(parts)
-            for each in others:
-                if each is not None:
-                    self.recorder.scored_elsewhere(each)
+            for part in gathered:
+                if part is not None:
+                    self.recorder.scored_elsewhere(part)

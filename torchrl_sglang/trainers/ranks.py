@@ -14,9 +14,6 @@ import torch.distributed as dist
 
 from torchrl_sglang.errors import SGLangError
 
-CONTROL_TIMEOUT_SECONDS = 7200.0
-"""Wait of a rank for what the first one does: starting servers, evaluating, saving."""
-
 T = TypeVar("T")
 
 
@@ -90,7 +87,7 @@ class TrainerRanks:
         return values
 
     def first(self, call: Callable[[], T]) -> T:
-        """Returns what a call on the first rank returns or raises, on all of them.
+        """Returns the result of a call on the first rank, or raises its error, on all.
 
         Others get ``None`` for what cannot be sent to another process.
         """
@@ -101,18 +98,18 @@ class TrainerRanks:
         if self.is_first:
             try:
                 value = call()
-            except Exception as error:  # noqa: BLE001 - The other ranks are told.
+            except Exception as error:  # noqa: BLE001 - The other ranks raise it, too.
                 problem = error
-        told = self.share((_plain(value), None if problem is None else str(problem)))
+        shared = self.share((_plain(value), None if problem is None else str(problem)))
         if problem is not None:
             raise problem
-        if told[1] is not None:
-            raise SGLangError(f"The first rank of the trainer failed: {told[1]}")
-        result: T = value if self.is_first else told[0]
+        if shared[1] is not None:
+            raise SGLangError(f"The first rank of the trainer failed: {shared[1]}")
+        result: T = value if self.is_first else shared[0]
         return result
 
     def end(self) -> None:
-        """Ends what the ranks tell each other; a rank that waits for others fails.
+        """Ends the communication of the ranks; a waiting rank fails.
 
         PyTorch's process group stays for the process's next run: one that is
         initialised a second time in the same processes hangs.
@@ -122,7 +119,7 @@ class TrainerRanks:
 
 
 def _plain(value: Any) -> Any:
-    """Returns what the other ranks are sent of a value."""
+    """Returns a value as the other ranks receive it."""
     return value if isinstance(value, (dict, str, int, float, bool)) else None
 
 
@@ -143,7 +140,9 @@ def find_trainer_ranks() -> TrainerRanks:
         local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
         control=dist.new_group(
-            timeout=timedelta(seconds=CONTROL_TIMEOUT_SECONDS), backend="gloo"
+            # The first rank starts servers, evaluates and saves meanwhile.
+            timeout=timedelta(seconds=7200.0),
+            backend="gloo",
         ),
     )
 

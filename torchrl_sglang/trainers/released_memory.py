@@ -1,4 +1,4 @@
-"""What servers on the trainer's GPUs released, and must find free when they wake up."""
+"""Memory that servers on the trainer's GPUs release and need when they wake up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_sglang.trainers.ranks import TrainerRanks
 
 
 class ReleasedMemory:
-    """Measures what servers on this rank's GPU release, and take again.
+    """Measures the memory that servers on this rank's GPU release and take again.
 
     SGLang's server ends if it wakes up and the memory is not there: what a trainer
     keeps meanwhile, such as the moments of an optimizer, is there from the first step
@@ -33,19 +33,19 @@ class ReleasedMemory:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """Counts what servers release in the block."""
-        before = self._free()
+        """Counts the memory that servers release in the block."""
+        free = self._free()
         self._ranks.barrier()
         yield
-        self._released = self._free() - before
+        self._released = self._free() - free
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Counts off what they take again in the block."""
-        before = self._free()
+        """Subtracts the memory that servers take again in the block."""
+        free = self._free()
         self._ranks.barrier()
         yield
-        self._released -= before - self._free()
+        self._released -= free - self._free()
 
     def check(self, share: float | None) -> None:
         """Refuses to wake servers up that would not find their memory, on all ranks.
@@ -56,21 +56,21 @@ class ReleasedMemory:
         Raises:
             ConfigurationError: if a GPU has less free than its server is to have again.
         """
-        wanted, self._released = self._released, 0
+        needed, self._released = self._released, 0
         message = ""
         if self._read is not None:
-            free, whole = self._read()
-            message = shortage(wanted, free, whole, share)
-        found = [each for each in self._ranks.gather(message) if each]
-        if found:
-            raise ConfigurationError(found[0])
+            free, total = self._read()
+            message = shortage(needed, free, total, share)
+        messages = [text for text in self._ranks.gather(message) if text]
+        if messages:
+            raise ConfigurationError(messages[0])
 
     def _free(self) -> int:
         return 0 if self._read is None else self._read()[0]
 
 
 def shortage(wanted: int, free: int, whole: int, share: float | None) -> str:
-    """Returns what is wrong if less is free than a server wants; nothing otherwise.
+    """Returns an error message if less is free than a server needs, or an empty text.
 
     Args:
         wanted: bytes that a server released.
@@ -102,7 +102,7 @@ def shortage(wanted: int, free: int, whole: int, share: float | None) -> str:
 
 
 def gpu_memory(device: torch.device) -> Callable[[], tuple[int, int]] | None:
-    """Returns what reads the free and the whole bytes of a GPU; None for a CPU."""
+    """Returns a reader of a GPU's free and total bytes; None for a CPU."""
     if device.type != "cuda":
         return None
 

@@ -97,15 +97,15 @@ class PhaseClock:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._start
         self.totals[phase] = self.totals.get(phase, 0.0) + now - self._start
         if self._recorder is not None and phase not in TOLD_BY_COLLECTOR:
-            ended = time.time()
-            self._recorder.add_phase(phase, ended - (now - self._start), ended)
+            end = time.time()
+            self._recorder.add_phase(phase, end - (now - self._start), end)
         self._start = now
 
     def take(self) -> dict[str, float]:
         """Returns the seconds of each phase, and begins a new step."""
-        found = {f"time/{name}": value for name, value in self.seconds.items()}
+        times = {f"time/{name}": value for name, value in self.seconds.items()}
         self.seconds = {}
-        return found
+        return times
 
 
 def describe(
@@ -140,8 +140,8 @@ def describe(
     rows = batch.unbind(0)
     lengths = [count_written(row) for row in rows]
     ages = [
-        policy_version - each[each >= 0].float()
-        for each in (row[POLICY_VERSIONS] for row in rows)
+        policy_version - versions[versions >= 0].float()
+        for versions in (row[POLICY_VERSIONS] for row in rows)
     ]
     age = torch.cat(ages) if ages else torch.zeros(1)
     age = age if len(age) else torch.zeros(1)
@@ -186,18 +186,18 @@ def describe_held_out(
         trajectory_return=trajectory_return,
     )
     named = {f"eval_{k}": v for k, v in metrics.items() if k.startswith("reward/")}
-    whole = ("reward", "response_tokens", "truncated")
-    found = {f"eval/{name}": metrics.get(f"batch/{name}") for name in whole}
-    return {name: each for name, each in found.items() if each is not None} | named
+    names = ("reward", "response_tokens", "truncated")
+    rewards = {f"eval/{name}": metrics.get(f"batch/{name}") for name in names}
+    return {name: value for name, value in rewards.items() if value is not None} | named
 
 
 def _truncated(
     rows: Sequence[TensorDictBase], lengths: Sequence[int], max_tokens: int | None
 ) -> dict[str, float]:
     """Returns the share of responses that were cut off, if that is known of all."""
-    told = [row.get(("generation_info", "truncated"), None) for row in rows]
-    if all(each is not None for each in told):
-        cut = [bool(each) for each in told]
+    truncated = [row.get(("generation_info", "truncated"), None) for row in rows]
+    if all(flag is not None for flag in truncated):
+        cut = [bool(flag) for flag in truncated]
     elif max_tokens is not None:
         cut = [length >= max_tokens for length in lengths]
     else:
@@ -207,9 +207,9 @@ def _truncated(
 
 def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
     """Returns the mean of each reward function that has a name."""
-    last = [row for row in batch.unbind(0) if row[DONE].any()]
-    found = {}
-    for name, value in last[0]["next"].items() if last else ():
+    ends = [row for row in batch.unbind(0) if row[DONE].any()]
+    figures = {}
+    for name, value in ends[0]["next"].items() if ends else ():
         # One number for each conversation, as rewards are written.
         if (
             isinstance(value, torch.Tensor)
@@ -217,15 +217,15 @@ def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
             and value.shape == (1, 1)
             and name != "reward"
         ):
-            values = [row["next", name].item() for row in last]
-            found[f"reward/{name}"] = sum(values) / len(values)
-    return found
+            values = [row["next", name].item() for row in ends]
+            figures[f"reward/{name}"] = sum(values) / len(values)
+    return figures
 
 
 def summarize(
     totals: Mapping[str, float], bottleneck: str | None, *, in_turn: bool
 ) -> str:
-    """Says in a sentence what bounded a run.
+    """Returns a sentence with the bottleneck of a run.
 
     Args:
         totals: seconds of each phase of the trainer.
@@ -241,7 +241,9 @@ def summarize(
 save 50%).'
     """
     total = sum(totals.values()) or 1.0
-    shares = ", ".join(f"{name} {each / total:.0%}" for name, each in totals.items())
+    shares = ", ".join(
+        f"{name} {seconds / total:.0%}" for name, seconds in totals.items()
+    )
     sentence, longest = bottleneck or "", max(totals, key=lambda phase: totals[phase])
     # The collector does not know what else the trainer does.
     elsewhere = longest not in ("collect", "train", "update")
@@ -258,18 +260,18 @@ def flatten(arguments: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         >>> flatten({"lr": 1e-6, "lora": {"r": 8}, "rewards": len, "env": None})
         {'lr': 1e-06, 'lora.r': 8, 'rewards': 'len'}
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in arguments.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            told = flatten(value, f"{name}.")
-            found |= dict.fromkeys(told, HIDDEN) if key == ENVIRONMENT else told
+            inner = flatten(value, f"{name}.")
+            flat |= dict.fromkeys(inner, HIDDEN) if key == ENVIRONMENT else inner
         elif isinstance(value, (bool, int, float)):
-            found[name] = value
+            flat[name] = value
         elif value is not None:
             text = getattr(value, "__qualname__", None) or hide_passwords(value)
-            found[name] = HIDDEN if key in SECRETS else text
-    return found
+            flat[name] = HIDDEN if key in SECRETS else text
+    return flat
 
 
 def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
@@ -358,9 +360,9 @@ def sample_of(batch: TensorDictBase, query_key: str) -> str:
     """Returns the best response of a batch with its prompt, shortened, for a reader."""
     rewards = row_rewards(batch)
     row = batch[int(rewards.argmax())]
-    said = str(said_in(row) or "")
+    text = str(said_in(row) or "")
     prompt = str(plain(row.get(query_key, "")))
-    return f"  {prompt[-200:]!r} -> {said[:400]!r} (reward {float(rewards.max()):g})"
+    return f"  {prompt[-200:]!r} -> {text[:400]!r} (reward {float(rewards.max()):g})"
 
 
 def describe_rows(rows: TensorDictBase, query_key: str = "query") -> str:
@@ -369,11 +371,11 @@ def describe_rows(rows: TensorDictBase, query_key: str = "query") -> str:
         return f"It was to train on {len(rows)} responses without rewards."
     rewards = row_rewards(rows).tolist()
     queries = [plain(row.get(query_key, "")) for row in rows.unbind(0)]
-    said = [
+    lines = [
         (math.isfinite(reward), f"{str(query)[:80]!r} (reward {reward:g})")
         for query, reward in zip(queries, rewards, strict=True)
     ]
     # Of a group, once; not finite ones first.
-    texts = list(dict.fromkeys(text for _, text in sorted(said, key=lambda x: x[0])))
-    more = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
-    return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{more}."
+    texts = list(dict.fromkeys(text for _, text in sorted(lines, key=lambda x: x[0])))
+    end = f" and {len(texts) - 5} more" if len(texts) > 5 else ""
+    return f"It was to train on {len(rows)} responses to {', '.join(texts[:5])}{end}."

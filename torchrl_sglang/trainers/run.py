@@ -22,13 +22,13 @@ from torchrl_sglang.errors import (
     ConfigurationError,
     SGLangError,
 )
-from torchrl_sglang.objectives.advantages import GroupAdvantage
 from torchrl_sglang.objectives.routing import replay_routing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.garbage import old_objects_frozen
 from torchrl_sglang.telemetry.figures import StepFigures
 from torchrl_sglang.telemetry.server import MetricsEndpoint
+from torchrl_sglang.trainers.arguments import RunArguments
 from torchrl_sglang.trainers.checkpoints import (
     ROLLOUTS,
     TRAINED,
@@ -70,18 +70,10 @@ from torchrl_sglang.weight_update.transports.process_group import prepare_nccl
 class Run:
     """Parts of a run, which begin and end together, and the steps of its loop.
 
-    :class:`.GRPO` is one: its arguments make the descriptions, ``GRPO.train`` is the
-    loop. Under torchrun all ranks call each method.
+    ``GRPO.train`` is the loop. Under torchrun all ranks call each method.
 
     Args:
-        serving: what generates.
-        collecting: what is collected.
-        training: what is trained.
-        records: what is written.
-        weight_sync: arguments of the scheme.
-        advantage: of a batch.
-        seed: of adapters' weights and minibatches.
-        deterministic: whether torch computes the same bits twice.
+        arguments: all arguments, with their checks.
     """
 
     ranks: TrainerRanks
@@ -99,7 +91,7 @@ class Run:
     scheme: SGLangWeightSyncScheme
     """Sends the weights."""
     hyperparameters: Mapping[str, Any]
-    """What the logger is told of the arguments."""
+    """Arguments in the logger, without keys."""
     collector: Any
     """Iterated over on each rank."""
     collector_here: Any
@@ -110,6 +102,8 @@ class Run:
     """Records the run; ``None`` on other ranks, and without one."""
     clock: PhaseClock
     """Measures the phases of a step."""
+    status_seconds: float | None = None
+    """Interval between two texts of the progress; None for that of its mode."""
     metrics_endpoint: MetricsEndpoint | None = None
     """Where Prometheus scrapes this run; ``None`` on other ranks, and unless asked."""
     _checkpoints: Checkpoints
@@ -117,28 +111,23 @@ class Run:
     _figures: StepFigures | None
     _served: Served
 
-    def __init__(
-        self,
-        *,
-        serving: Serving,
-        collecting: Collecting,
-        training: Training,
-        records: Records,
-        weight_sync: dict[str, Any],
-        advantage: GroupAdvantage,
-        seed: int,
-        deterministic: bool,
-    ) -> None:
-        self._serving, self._collecting = serving, collecting
-        self._training, self._records = training, records
-        self._weight_sync, self._seed = weight_sync, seed
-        self._deterministic = deterministic
-        self.advantage = advantage
-        self.folder, self.hyperparameters = records.folder, records.hyperparameters
-        self.sampling, self.colocated = serving.sampling, serving.colocated
-        self.query_key, self.steps = collecting.query_key, collecting.steps
-        self.group_size = collecting.group_size
-        self.groups_per_batch = collecting.groups_per_batch
+    def __init__(self, arguments: RunArguments) -> None:
+        self.arguments = arguments
+        self._collecting = Collecting(arguments)
+        self._serving = Serving(arguments, self._collecting.opening())
+        self._training = Training(arguments)
+        self._records = Records(arguments)
+        self.advantage = self._training.make_advantage(
+            self._collecting.trajectory_return
+        )
+        self.folder = self._records.folder
+        self.hyperparameters = self._records.hyperparameters
+        self.sampling, self.colocated = arguments.sampling, arguments.colocated
+        self.query_key, self.steps = arguments.query_key, arguments.total_steps
+        self.group_size = arguments.group_size
+        self.groups_per_batch = arguments.groups_per_batch
+        self.eval_every = arguments.eval_every
+        self.checkpoint_every = arguments.checkpoint_every
         self.step = 0
         """Batches that were trained on."""
         self.best: float | None = None
@@ -185,9 +174,9 @@ class Run:
         self.recorder = None
         self._log = LoggerCalls()
         self.clock = PhaseClock()
-        if self._deterministic:
+        if self.arguments.deterministic:
             stack.enter_context(deterministic_algorithms())
-        torch.manual_seed(self._seed)
+        torch.manual_seed(self.arguments.seed)
         # Errors are found before servers are started, which takes minutes.
         self._open_records(stack)
         served = self.ranks.first(lambda: self._serving.start(stack, self.ranks))
@@ -209,7 +198,7 @@ class Run:
         self.learner.recorder = self._recorder_of_scores()
         self.learner.query_key = self.query_key
         self.scheme = SGLangWeightSyncScheme(
-            self.engine, self.model, **self._weight_sync
+            self.engine, self.model, **(self.arguments.weight_sync or {})
         )
         stack.callback(self.scheme.shutdown)
         self._make_collector()
@@ -223,15 +212,15 @@ class Run:
         return {"device": args.device, "enable_symm_mem": args.enable_symm_mem}
 
     def _open_metrics(self, stack: ExitStack) -> None:
-        """Begins to read what the parts do, for the logger and for Prometheus."""
-        given = {
+        """Reads statistics of the parts from now on, for logger and Prometheus."""
+        parts: dict[str, Any] = {
             "engine": self.engine,
             "collector": self.collector_here,
             "gateway": self.gateway,
         }
         # Parts can be the user's, without statistics.
-        known = {name: part for name, part in given.items() if hasattr(part, "stats")}
-        parts: dict[str, Any] = {**known, "scheme": self.scheme}
+        parts = {name: part for name, part in parts.items() if hasattr(part, "stats")}
+        parts["scheme"] = self.scheme
         self._figures = StepFigures(**parts)
         endpoint = self._records.serve_metrics(**parts)
         if endpoint is not None:
@@ -239,15 +228,15 @@ class Run:
             tell(f"Metrics for Prometheus are at {endpoint.url}")
 
     def _open_records(self, stack: ExitStack) -> None:
-        """Checks the run's folder and opens what is written to it."""
+        """Checks the run's folder and opens its files."""
         self.logger = None
         self._checkpoints = self._records.make_checkpoints(self.ranks)
         stack.callback(self._checkpoints.close)
 
         def open_logger() -> None:
-            self._saved_state = self._checkpoints.load(self._records.resume)
+            self._saved_state = self._checkpoints.load(self.arguments.resume)
             self.logger = self._records.open_logger(self._saved_state)
-            if isinstance(self._records.logger, str):
+            if isinstance(self.arguments.logger, str):
                 stack.callback(end_logger, self.logger)
 
         self.ranks.first(lambda: stack.enter_context(only_run_in(self.folder)))
@@ -256,11 +245,11 @@ class Run:
 
     def _open_recorder(self, stack: ExitStack) -> None:
         self.recorder = self._records.open_recorder()
-        if self.recorder is not None and self._records.recorder is True:
+        if self.recorder is not None and self.arguments.recorder is True:
             stack.callback(self.recorder.close)
 
     def _recorder_of_scores(self) -> RunRecorder | RankScores | None:
-        """Returns what the learner of this rank tells of its log-probs."""
+        """Returns the recorder of the log-probs of this rank's learner."""
         if self.ranks.size == 1:
             return self.recorder
         if not self.ranks.share(self.recorder is not None):
@@ -314,15 +303,15 @@ class Run:
             self.collector.load_state_dict(collected)
             # More ranks than were saved have random numbers of their own.
             random: Any = self.ranks.share(None if state is None else state["random"])
-            for known in random[self.ranks.rank :][:1]:
-                set_random_state(known)
+            for state_here in random[self.ranks.rank :][:1]:
+                set_random_state(state_here)
         # A run that begins reports step 0 itself.
-        kept = self.step if goes_on else -1
-        self.history = [each for each in self.history if each["step"] <= kept]
+        newest = self.step if goes_on else -1
+        self.history = [step for step in self.history if step["step"] <= newest]
         self._saved, self._saved_state = self.step, None
         if self.ranks.is_first:
             rollouts = self.folder / ROLLOUTS
-            forget_later_steps(self.folder, kept)
+            forget_later_steps(self.folder, newest)
             self._rollouts = Rollouts(rollouts)
             assert self._stack is not None
             self._stack.callback(self._rollouts.close)
@@ -337,9 +326,11 @@ class Run:
     def _show_progress(self) -> None:
         """Shows how far the run is, until its block ends."""
         assert self._stack is not None
-        mode = find_mode(self._records.progress, is_first=self.ranks.is_first)
+        mode = find_mode(self.arguments.progress, is_first=self.ranks.is_first)
         self._step_began = time.monotonic()
-        progress = StepProgress(mode, self.steps, self.step, self._status)
+        progress = StepProgress(
+            mode, self.steps, self.step, self._status, seconds=self.status_seconds
+        )
         self._progress = self._stack.enter_context(progress)
 
     def _status(self) -> str:
@@ -384,7 +375,7 @@ class Run:
         self._rollouts.write(self.step + 1, batch, self.query_key)
         if self.recorder is not None:
             self.recorder.trained(batch, step=self.step + 1)
-        every = self._records.show_samples
+        every = self.arguments.show_samples
         if every is not None and self.step % every == 0:
             tell(sample_of(batch, self.query_key))
             rows = list(rows_of(self.step + 1, batch, self.query_key))
@@ -411,7 +402,7 @@ class Run:
             yield
             return
         # An adapter is loaded beside base weights, which nothing would bring back.
-        adapts = self._training.lora is not None
+        adapts = self.arguments.lora is not None
         memory = "kv_cache" if adapts else ("weights", "kv_cache")
         self._begin_phase("sleep")
         with self._released.released():
@@ -434,8 +425,8 @@ class Run:
 
     @property
     def _max_tokens(self) -> int | None:
-        """Longest response of a row; that of an agent may have several."""
-        has_agent = self._collecting.agent is not None
+        """Longest response of a row; None for an agent, whose rows may have several."""
+        has_agent = self.arguments.agent is not None
         return None if has_agent else self.sampling["max_new_tokens"]
 
     def is_due(self, every: int) -> bool:
@@ -450,28 +441,28 @@ class Run:
         if self._collecting.eval_prompts is None:
             return {}
         self._begin_phase("evaluate")
-        found = self.ranks.first(self._evaluate)
-        reward = found["eval/reward"]
+        metrics = self.ranks.first(self._evaluate)
+        reward = metrics["eval/reward"]
         if self.step and (self.best is None or reward > self.best):
             save_model(self.model, self.policy, self.folder / "best", self.ranks)
         if self.best is None or reward > self.best:
             self.best = reward
         self.clock.done("evaluate")
-        return found if self.ranks.is_first else {}
+        return metrics if self.ranks.is_first else {}
 
     def _evaluate(self) -> dict[str, float]:
         collector = self._collecting.make_held_out(self._served, self.sampling)
         with collector:
             batch, stats = next(iter(collector), None), collector.stats()
-        wanted, errors = len(self._collecting.eval_prompts), stats["errors"]
-        scored = wanted - stats["groups_failed"]
-        why = f" The last error was: {errors[-1]}" if errors else ""
+        prompts, errors = self._collecting.eval_prompts or (), stats["errors"]
+        scored = len(prompts) - stats["groups_failed"]
+        reason = f" The last error was: {errors[-1]}" if errors else ""
         if batch is None:
             raise CollectionError(
-                f"None of {wanted} held-out prompts could be scored.{why}"
+                f"None of {len(prompts)} held-out prompts could be scored.{reason}"
             )
-        if scored < wanted:
-            tell(f"{scored} of {wanted} held-out prompts were scored.{why}")
+        if scored < len(prompts):
+            tell(f"{scored} of {len(prompts)} held-out prompts were scored.{reason}")
         metrics = describe_held_out(
             batch,
             policy_version=collector.policy_version,
@@ -511,20 +502,20 @@ class Run:
         """
         self._begin_phase("save")
         random = self.ranks.gather(random_state())
-        rest: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
         if self.ranks.is_first:
-            rest = {
+            extra = {
                 "collector": self.collector.state_dict(),
                 "random": random,
                 "best": self.best,
                 "logger": self._records.state_of(self.logger),
             }
-        self._checkpoints.save(self.step, self.learner, rest)
+        self._checkpoints.save(self.step, self.learner, extra)
         self._saved = self.step
         self.clock.done("save")
 
     def finish(self) -> Path:
-        """Saves what was learned; all ranks call it.
+        """Saves the trained model; all ranks call it.
 
         Returns:
             Path: the folder of the model, as transformers reads it.
@@ -541,13 +532,15 @@ class Run:
         return folder
 
     def _bound(self) -> str:
-        """Says what bounded the run, unless there was nothing to do."""
+        """Returns a sentence with the bottleneck of the run, if it had any steps."""
         if not any(self.clock.totals.values()):
             return ""
         stats: Any = getattr(self.collector_here, "stats", dict)()
         in_turn = self._collecting.takes_turns
-        said = summarize(self.clock.totals, stats.get("bottleneck"), in_turn=in_turn)
-        return f" {said}"
+        sentence = summarize(
+            self.clock.totals, stats.get("bottleneck"), in_turn=in_turn
+        )
+        return f" {sentence}"
 
 
 @contextmanager

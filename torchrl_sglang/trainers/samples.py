@@ -60,7 +60,7 @@ def count_written(row: TensorDictBase) -> int:
 def said_in(row: TensorDictBase) -> Any:
     """Returns the response of a row as text, or ``None`` if it has none.
 
-    Of an agent it is all that was said behind the first prompt, a line ``role:
+    Of an agent it is all that follows the first prompt, a line ``role:
     content`` for each message, with calls as the model wrote them.
     """
     text = row.get("text", None)
@@ -69,8 +69,8 @@ def said_in(row: TensorDictBase) -> Any:
     history = row.get("history", None)
     if history is None:
         return None
-    said = history.response
-    pairs = zip(said.role, said.content, strict=True)
+    response = history.response
+    pairs = zip(response.role, response.content, strict=True)
     return "\n".join(f"{role}: {content}" for role, content in pairs)
 
 
@@ -80,9 +80,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, (str, int, float, type(None))):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return str(value)
 
 

@@ -1,4 +1,4 @@
-"""Engine, policy and gateway of a run, as its arguments ask for them."""
+"""Engine, policy and gateway of a run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,22 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.policies.sampling import translate
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.requests.token_columns import check_columns, find_columns
+from torchrl_sglang.requests.request import check_logprobs_mode
+from torchrl_sglang.requests.token_columns import (
+    ROUTED_EXPERTS,
+    check_columns,
+    find_columns,
+)
 from torchrl_sglang.support.checks import check_keywords
-from torchrl_sglang.trainers.arguments import (
+from torchrl_sglang.trainers.arguments import RunArguments
+from torchrl_sglang.trainers.placement import (
     check_gpus,
-    check_sampling,
-    check_sampling_of_agents,
     connect_arguments,
     server_arguments,
 )
 from torchrl_sglang.trainers.progress import tell
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.types import LogProbsMode
+from torchrl_sglang.trainers.sampling import check_sampling, check_sampling_of_agents
 
 OF_A_SERVER = {"api_key", "device", "dp_size", "python", "tp_size"}
 """Parameters of ``from_pretrained`` that each server gets as they are."""
@@ -46,7 +50,7 @@ OF_A_SERVER = {"api_key", "device", "dp_size", "python", "tp_size"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """What generates; all ``None`` on other ranks than the first."""
+    """Parts that generate; all ``None`` on other ranks than the first."""
 
     engine: Any = None
     """The engine."""
@@ -56,40 +60,30 @@ class Served:
     """Endpoint of an agent; ``None`` without one."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Serving:
-    """What generates for a run, and where. The arguments are those of ``GRPO``."""
+    """Checks and starts a run's engine, policy and gateway.
 
-    model: Any
-    engine: Any
-    sampling: Mapping[str, Any]
-    chat_template: str | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    opening: Sequence[Message]
-    """Messages of the first prompt; empty if they are not known."""
-    token_columns: tuple[str, ...]
-    """Names of what the servers report of each token, beside its log-prob."""
-    logprobs_mode: LogProbsMode
-    has_agent: bool
-    gateway: Mapping[str, Any] | None
-    colocated: bool
-    lora: Mapping[str, Any] | None
-    weights_by_file: bool
-    seed: int
-    deterministic: bool
+    Args:
+        arguments: the run's.
+        opening: messages of the first prompt; empty if they are not known.
+    """
 
-    def __post_init__(self) -> None:
-        if self.chat_template is not None:
-            check_template(self.chat_template)
-        if self.gateway is not None:
-            check_keywords("gateway", self.gateway, Gateway)
-            if not self.has_agent:
+    def __init__(self, arguments: RunArguments, opening: Sequence[Message]) -> None:
+        self.arguments, self.sampling = arguments, arguments.sampling
+        self.opening = opening
+        self.logprobs_mode = check_logprobs_mode(arguments.logprobs_mode)
+        self.token_columns = (ROUTED_EXPERTS,) if arguments.replay_routing else ()
+        if arguments.chat_template is not None:
+            check_template(arguments.chat_template)
+        if arguments.gateway is not None:
+            check_keywords("gateway", arguments.gateway, Gateway)
+            if arguments.agent is None:
                 raise ConfigurationError(
                     "gateway is for agents; give an agent, too, or leave it out."
                 )
-        if self.has_agent:
+        if arguments.agent is not None:
             check_sampling_of_agents(self.sampling)
-            if self.chat_template_kwargs:
+            if arguments.chat_template_kwargs:
                 raise ConfigurationError(
                     "chat_template_kwargs cannot be given with agent, whose requests "
                     "have their own; send it as chat_template_kwargs of a request."
@@ -101,111 +95,114 @@ class Serving:
 
         The first rank starts them, and another machine's SGLang can differ.
         """
-        given = self.engine or {}
-        runs = isinstance(given, RLSGLangEngine) or connect_arguments(given) is not None
-        is_here = not runs and given.get("launcher", "local") == "local"
+        engine = self.arguments.engine or {}
+        if not isinstance(engine, Mapping) or connect_arguments(engine) is not None:
+            return
+        is_here = engine.get("launcher", "local") == "local"
         if not is_here or int(os.environ.get("RANK", "0")):
             return
-        known = inspect.signature(AsyncSGLang.from_pretrained).parameters
-        of_engine = known.keys() - OF_A_SERVER
+        parameters = inspect.signature(AsyncSGLang.from_pretrained).parameters
+        of_engine = parameters.keys() - OF_A_SERVER
         arguments = {
             name: value
-            for name, value in given.items()
+            for name, value in engine.items()
             if value is not None and name not in of_engine
         }
-        make_server_command(os.fspath(self.model), **arguments).release()
+        make_server_command(str(self.arguments.model), **arguments).release()
 
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> Served:
         """Makes engine, policy and gateway on the first rank; a stack ends them."""
         engine = self._start_engine(stack, ranks)
         columns = find_columns(self.token_columns)
-        # Under SGLang's names; the policy translates its own.
+        # Under SGLang's names, while the policy translates its parameters itself.
         sampling = translate(self.sampling).engine
         check_columns(columns, sampling, engine.capabilities)
         check_sampling(sampling, self.logprobs_mode, engine.capabilities)
-        policy = SGLangWrapper(
-            engine,
-            token_columns=columns,
-            logprobs_mode=self.logprobs_mode,
-            input_mode="history",
-            generate_kwargs=self.sampling,
-            chat_template=self.chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
-            return_log_probs=True,
-            prefer_tokens=True,
-        )
-        if not self.has_agent:
-            return Served(engine=engine, policy=policy)
-        arguments = {
-            "chat_template": self.chat_template,
-            "default_sampling_params": sampling,
+        common: dict[str, Any] = {
+            "chat_template": self.arguments.chat_template,
             "token_columns": columns,
             "logprobs_mode": self.logprobs_mode,
-            **(self.gateway or {}),
         }
-        gateway = stack.enter_context(Gateway(engine, **arguments))
+        policy = SGLangWrapper(
+            engine,
+            input_mode="history",
+            generate_kwargs=self.sampling,
+            chat_template_kwargs=self.arguments.chat_template_kwargs,
+            return_log_probs=True,
+            prefer_tokens=True,
+            **common,
+        )
+        if self.arguments.agent is None:
+            return Served(engine=engine, policy=policy)
+        options = self.arguments.gateway or {}
+        gateway = Gateway(
+            engine, **{**common, "default_sampling_params": sampling, **options}
+        )
+        stack.enter_context(gateway)
         return Served(engine=engine, policy=policy, gateway=gateway)
 
     def _start_engine(self, stack: ExitStack, ranks: TrainerRanks) -> Any:
-        given = self.engine
-        if isinstance(given, RLSGLangEngine):
-            return given
-        if (running := connect_arguments(given)) is not None:
+        engine = self.arguments.engine
+        if isinstance(engine, RLSGLangEngine):
+            return engine
+        if (running := connect_arguments(engine)) is not None:
             return stack.enter_context(AsyncSGLang.connect(**running))
-        arguments = server_arguments(
-            self._of_servers(given or {}),
+        assert engine is None or isinstance(engine, Mapping)
+        options = server_arguments(
+            self._server_options(engine or {}),
             ranks,
-            colocated=self.colocated,
-            lora=self.lora,
-            by_file=self.weights_by_file,
-            seed=self.seed,
+            colocated=self.arguments.colocated,
+            lora=self.arguments.lora,
+            by_file="directory" in (self.arguments.weight_sync or ()),
+            seed=self.arguments.seed,
         )
-        model = os.fspath(self.model)
-        self._check_template(model, arguments)
+        model = str(self.arguments.model)
+        self._check_template(model, options)
         tell(f"Starting the servers of {model} ...")
-        started = AsyncSGLang.from_pretrained(model, **arguments)
-        engine = stack.enter_context(started)
-        if "launcher" in arguments and torch.cuda.is_available():
-            check_gpus(engine.placements, visible_devices()[: ranks.local_size])
-        return engine
+        started = stack.enter_context(AsyncSGLang.from_pretrained(model, **options))
+        if "launcher" in options and torch.cuda.is_available():
+            check_gpus(started.placements, visible_devices()[: ranks.local_size])
+        return started
 
-    def _check_template(self, model: str, arguments: Mapping[str, Any]) -> None:
+    def _check_template(self, model: str, options: Mapping[str, Any]) -> None:
         """Applies the chat template once: servers take minutes to start."""
         from transformers import AutoTokenizer
 
-        path = arguments.get("tokenizer_path") or model
-        trusted = bool(arguments.get("trust_remote_code"))
+        path = options.get("tokenizer_path") or model
+        trusted = bool(options.get("trust_remote_code"))
         try:
             tokenizer = AutoTokenizer.from_pretrained(
                 path,
                 trust_remote_code=trusted,
-                revision=arguments.get("revision") or "main",
+                revision=options.get("revision") or "main",
             )
         except Exception as error:
             advice = "give a model's folder or name that has one."
             raise unreadable(
                 f"The tokenizer {path!r}", error, trusted, advice
             ) from error
-        source = choose_template(tokenizer, template=self.chat_template, by_model=True)
-        kwargs = self.chat_template_kwargs
+        source = choose_template(
+            tokenizer, template=self.arguments.chat_template, by_model=True
+        )
+        kwargs = self.arguments.chat_template_kwargs
         template = ChatTemplate(tokenizer, source, template_kwargs=kwargs)
         if self.opening:
             template.render(self.opening)
 
-    def _of_servers(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns arguments of servers that report what this run reads."""
-        found = dict(given)
-        if self.deterministic:
-            found = {"deterministic": True, **found}
+    def _server_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the user's options of servers, with those that the run needs."""
+        options = dict(given)
+        if self.arguments.deterministic:
+            options = {"deterministic": True, **options}
         if self.logprobs_mode == "behaviour":
-            after = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-            found["environment"] = {**after, **(found.get("environment") or {})}
+            variables = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+            options["environment"] = {**variables, **(options.get("environment") or {})}
         if not self.token_columns:
-            return found
-        path = os.fspath(self.model)
+            return options
+        path = str(self.arguments.model)
         if find_experts(load_model_config(path)) is None:
             raise ConfigurationError(
                 f"replay_routing=True is for mixtures of experts, and {path!r} is "
                 f"none; leave it out."
             )
-        return {"enable_return_routed_experts": True, **found}
+        return {"enable_return_routed_experts": True, **options}

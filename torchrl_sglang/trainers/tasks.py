@@ -1,4 +1,4 @@
-"""Checks a run's tasks, as far as they can be seen before servers are started."""
+"""Checks of a run's tasks before servers are started."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 def as_list(name: str, prompts: Any) -> list[Any]:
-    """Returns tasks that are read more than once, also those of an iterator.
+    """Returns tasks as a list, which can be read more than once.
 
-    Batches of a data loader are taken apart.
+    The batches of a data loader are split into tasks.
 
     Raises:
         ConfigurationError: if they are no tasks.
@@ -37,12 +37,12 @@ def check_prompts(
     taken: Collection[str],
     rewards: Sequence[RewardFunction] = (),
 ) -> None:
-    """Checks the rows of a list, and the first task of what else is read by index.
+    """Checks the tasks of a list, or the first task of another indexed dataset.
 
     Args:
         name: argument of a run.
         prompts: its tasks.
-        query_key: key of a prompt; ``None``: an agent reads tasks as it likes.
+        query_key: key of a prompt; None for an agent, which reads any task.
         taken: columns of a batch, which no task may have.
         rewards: functions that may need columns of a task.
     """
@@ -53,18 +53,18 @@ def check_prompts(
         raise ConfigurationError(f"{name} is empty; give at least one task.")
     in_memory = isinstance(prompts, (list, tuple))
     for place, row in enumerate(prompts if in_memory else [_first(name, prompts)]):
-        which = f"Task {place} of {name}" if place else f"The first task of {name}"
+        label = f"Task {place} of {name}" if place else f"The first task of {name}"
         task = to_task(row, query_key or "query")
         if query_key is not None and query_key not in task:
             raise ConfigurationError(
-                f"{which} has no {query_key!r}; it has {', '.join(map(repr, task))}. "
+                f"{label} has no {query_key!r}; it has {', '.join(map(repr, task))}. "
                 f"Name the key of the prompt with query_key=...."
             )
         if ADVANTAGE in task:
-            raise taken_column(which)
+            raise taken_column(label)
         if columns := sorted(task.keys() & taken):
             raise ConfigurationError(
-                f"{which} has a column {columns[0]!r}, and a batch has a column of "
+                f"{label} has a column {columns[0]!r}, and a batch has a column of "
                 f"that name; rename it. Taken are: {', '.join(sorted(taken))}."
             )
         for function in rewards:
@@ -97,9 +97,9 @@ ADVANTAGE = "advantage"
 """Column that a run adds to batches."""
 
 
-def taken_column(what: str) -> ConfigurationError:
-    """Returns the error for tasks with a column of the run's own."""
+def taken_column(label: str) -> ConfigurationError:
+    """Returns the error for tasks with a column that the run writes."""
     return ConfigurationError(
-        f"{what} has a column {ADVANTAGE!r}, which the run writes the advantages to; "
+        f"{label} has a column {ADVANTAGE!r}, which the run writes the advantages to; "
         f"name it otherwise."
     )

@@ -14,7 +14,7 @@ from torchrl_sglang.requests.sampling import (
     SamplingParameter,
     check_sampling_params,
 )
-from torchrl_sglang.trainers.arguments import check_sampling
+from torchrl_sglang.trainers.sampling import check_sampling
 
 FILTER = SamplingParameter(
     (float,), least=0.0, greatest=1.0, keeps_all=lambda value, _: value == 1

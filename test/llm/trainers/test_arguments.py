@@ -6,8 +6,10 @@ import ast
 import copy
 import inspect
 import os
+import re
 import shutil
 import warnings
+from dataclasses import MISSING, fields
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +40,8 @@ from torchrl_sglang.recording.format import find_recording
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.support.counterparts import PEFT, TORCH, TORCHRL, TRL, VERL
-from torchrl_sglang.trainers.arguments import check_folder, check_parts
+from torchrl_sglang.trainers.arguments import RunArguments
+from torchrl_sglang.trainers.records import check_folder
 from torchrl_sglang.weight_update.transports.disk import DiskOptions
 
 PROMPTS = [{"query": "Say 1."}]
@@ -316,7 +319,7 @@ def test_names_of_other_libraries_in_mappings():
 @pytest.mark.parametrize(
     "find",
     [
-        lambda path: GRPO(path, prompts=PROMPTS, rewards=brief)._serving.model,
+        lambda path: GRPO(path, prompts=PROMPTS, rewards=brief).arguments.model,
         lambda path: GRPO("model", prompts=PROMPTS, rewards=brief, output=path).folder,
         lambda path: RunRecorder(path).folder,
         find_recording,
@@ -341,6 +344,21 @@ def test_all_splits_of_a_dataset(kind, name):
         GRPO("model", **given)
     with pytest.raises(ConfigurationError, match=r"such as dataset\['train'\]"):
         make_prompts(splits, query_key="query", shuffle=False, seed=0)
+
+
+def test_help_has_each_argument_with_its_default():
+    signature = inspect.signature(GRPO)
+    assert list(signature.parameters) == [field.name for field in fields(RunArguments)]
+    for field in fields(RunArguments):
+        (text,) = re.findall(
+            rf"^ {{8}}{field.name}: (.*(?:\n {{12}}.*)*)", GRPO.__doc__, re.MULTILINE
+        )
+        parameter, text = signature.parameters[field.name], " ".join(text.split())
+        if parameter.default is not parameter.empty:
+            assert parameter.default == field.default
+        if field.default not in (None, MISSING):
+            assert text.endswith(f" Defaults to ``{field.default!r}``."), text
+    assert signature.parameters["epochs"].annotation is int
 
 
 def test_a_misspelt_name():
@@ -368,5 +386,5 @@ class Waits:
 def test_coroutine_functions_that_nothing_awaits(part):
     for function in (waits, partial(waits), Waits()):
         with pytest.raises(ConfigurationError, match=f"{part}=.* coroutine function"):
-            check_parts(**{part: function})
-    check_parts(agent=waits, loss=CorrectedGRPOLoss)
+            GRPO("model", **{**GIVEN, part: function})
+    GRPO("model", **{**GIVEN, **AGENT, "agent": waits, "loss": CorrectedGRPOLoss})

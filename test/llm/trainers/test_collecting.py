@@ -18,8 +18,7 @@ from torchrl import logger as torchrl_logger
 from torchrl_sglang import GRPO, AsyncLLMCollector
 from torchrl_sglang.errors import CollectionError, ConfigurationError
 from torchrl_sglang.policies.sampling import translate
-from torchrl_sglang.trainers import progress
-from torchrl_sglang.trainers.arguments import check_groups
+from torchrl_sglang.trainers.collector_checks import check_groups
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -274,8 +273,7 @@ def test_a_status_names_the_step_and_its_phase(make):
     ]
 
 
-def test_a_log_file_has_a_status_during_the_first_evaluation(make, capsys, monkeypatch):
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.01)
+def test_a_log_file_has_a_status_during_the_first_evaluation(make, capsys):
     said = threading.Event()
 
     def score(conversation, task):
@@ -284,6 +282,7 @@ def test_a_log_file_has_a_status_during_the_first_evaluation(make, capsys, monke
         return 1.0
 
     run = make(rewards=score, eval_prompts=ROWS[:1], steps=1)
+    run.status_seconds = 0.01
     report = run._status
     run._status = lambda: (said.set(), report())[1]
     run.train()

@@ -643,7 +643,7 @@ def test_servers_are_woken_up_where_training_fails():
         engine=Engine(),
         ranks=TrainerRanks(),
         clock=PhaseClock(),
-        _training=SimpleNamespace(lora=None),
+        arguments=SimpleNamespace(lora=None),
         _released=ReleasedMemory(TrainerRanks(), None),
         _begin_phase=lambda phase: None,
     )

@@ -10,7 +10,7 @@ from helpers.memory_saver import write_saver_python
 from torchrl_sglang import GRPO, RayLauncher
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
-from torchrl_sglang.trainers.arguments import (
+from torchrl_sglang.trainers.placement import (
     check_gpus,
     check_placement,
     connect_arguments,

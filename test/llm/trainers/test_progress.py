@@ -14,9 +14,9 @@ import pytest
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_auto
 from torchrl_sglang.trainers.progress import (
     StepProgress,
-    check_progress,
     choose_mode,
     tell,
 )
@@ -132,4 +132,4 @@ def test_nothing_is_shown_and_no_thread_runs_on_other_ranks(capsys):
 def test_wrong_arguments():
     for wrong in ("yes", None, 2):
         with pytest.raises(ConfigurationError, match="progress must be"):
-            check_progress(wrong)
+            check_auto("progress", wrong)
