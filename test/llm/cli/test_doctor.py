@@ -85,7 +85,7 @@ def test_an_engine_is_found_by_its_interpreter():
 
 @pytest.mark.parametrize(
     ("script", "message"),
-    [("echo no packages", "does not tell"), ("echo broken >&2; exit 3", "broken")],
+    [("echo no packages", "does not list"), ("echo broken >&2; exit 3", "broken")],
 )
 def test_an_interpreter_that_is_none(tmp_path, script, message):
     program = tmp_path / "python"

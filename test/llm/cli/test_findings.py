@@ -149,7 +149,7 @@ OLD = json.dumps({**SGLANG, "sglang": "0.5.9"})
         ),
         (
             *("_engine", {"python": "/none"}),
-            *("problem", "engine", "/none does not tell", cpu.INSTALL_COMMAND),
+            *("problem", "engine", "/none does not list", cpu.INSTALL_COMMAND),
         ),
         (
             *("_engine", {"answer": OLD}),
@@ -234,6 +234,10 @@ OLD = json.dumps({**SGLANG, "sglang": "0.5.9"})
             *("warning", "model", "no-such-owner/none is neither", "downloaded"),
         ),
         (
+            *("_model", {"model": "/no-such/model"}),
+            *("problem", "model", "no folder /no-such/model", "all machines share"),
+        ),
+        (
             *("_model", {"model": "not a name at all"}),
             *("warning", "model", "not a name at all is neither", "downloaded"),
         ),
@@ -255,17 +259,24 @@ def expect(finding: Finding, level: str, check: str, message: str, remedy: str) 
     assert finding.remedy.endswith(".")
 
 
-def test_a_package_that_is_broken(make, tmp_path, monkeypatch):
-    about = tmp_path / "broken_one-1.0.dist-info"
+def install(folder: Path, distribution: str, version: str, source: str) -> None:
+    """Makes up a distribution whose module is ``made_up``."""
+    about = folder / f"{distribution}-{version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: broken_one\nVersion: 1.0\n"
+        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
     )
-    (tmp_path / "broken_one.py").write_text("raise OSError('no libcuda')")
+    (folder / "made_up.py").write_text(source)
+
+
+MADE_UP = Required("", {"made_up": ">=1,<2"}, "")
+
+
+def test_a_broken_package_is_a_problem(make, tmp_path, monkeypatch):
+    install(tmp_path, "made_up", "1.0", "raise OSError('no libcuda')")
     monkeypatch.syspath_prepend(tmp_path)
-    required = Required("", {"broken_one": ">=1"}, "")
-    (finding,) = not_ok("_packages", make(required=required))
-    expect(finding, "problem", "broken_one", "OSError: no libcuda", "Install it again")
+    (finding,) = not_ok("_packages", make(required=MADE_UP))
+    expect(finding, "problem", "made_up", "OSError: no libcuda", "Install it again")
 
 
 def test_versions_beside_the_default_one_are_named(make):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,11 @@ from torchrl_sglang.backends.launch.ray_placement import (
     shortage,
 )
 from torchrl_sglang.backends.launch.ray_servers import Place, RayServers, Reserved
-from torchrl_sglang.errors import ConfigurationError, ServerStartError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    ServerStartError,
+    ServerUnavailableError,
+)
 from torchrl_sglang.support.checks import (
     check_count,
     check_mapping,
@@ -42,6 +47,9 @@ PLACEMENT_SECONDS = 120.0
 
 KEY_BYTES = 32
 """Random bytes of a generated key."""
+
+REACH_SECONDS = 5.0
+"""Timeout for a connection to a cluster or a node."""
 
 REPORT_SECONDS = 5.0
 """Timeout for the nodes to report the free resources of a placement group."""
@@ -326,17 +334,26 @@ def make_key(addresses: Iterable[str]) -> str | None:
     return None if all(map(is_loopback, addresses)) else secrets.token_hex(KEY_BYTES)
 
 
-def connect() -> Any:
-    """Returns the module ``ray``, connected to a cluster."""
+def connect(address: str | None = None, **options: Any) -> Any:
+    """Returns the module ``ray``, connected to a cluster.
+
+    Args:
+        address: of the cluster, such as ``"10.0.0.1:6379"`` or ``"auto"``. By default
+            ``RAY_ADDRESS`` names it, or Ray starts one on this machine.
+        **options: further arguments of ``ray.init``.
+
+    Raises:
+        ConfigurationError: if Ray is not installed, or used through Ray Client.
+        ServerUnavailableError: if there is no cluster at the address.
+    """
     try:
         import ray
     except ImportError as error:
         raise ConfigurationError(
-            "A Ray launcher needs Ray, which is not installed here; pip install "
-            "torchrl-sglang[ray]."
+            "Ray is not installed here; pip install torchrl-sglang[ray]."
         ) from error
     if not ray.is_initialized():
-        _init(ray)
+        _init(ray, address, options)
     if ray.util.client.ray.is_connected():
         raise ConfigurationError(
             "This process uses the cluster through Ray Client (ray://...), from where "
@@ -346,10 +363,23 @@ def connect() -> Any:
     return ray
 
 
-def _init(ray: Any) -> None:
-    """Connects to a cluster; the caller's SIGTERM handler stays."""
+def _init(ray: Any, address: str | None, options: Mapping[str, Any]) -> None:
+    """Connects to a cluster; the caller's handler of SIGTERM stays."""
     handler = signal.getsignal(signal.SIGTERM)
-    ray.init()
+    try:
+        # Ray itself would wait two minutes for a port without a listener.
+        host, _, port = (address or "").rpartition(":")
+        if host and port.isdigit() and "/" not in host:
+            socket.create_connection((host, int(port)), REACH_SECONDS).close()
+        ray.init(address=address, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        if address is None:
+            raise
+        reason = str(error).partition("\n")[0]
+        raise ServerUnavailableError(
+            f"There is no Ray cluster at {address!r}: {reason} Start one with "
+            f"`ray start --head`, or give its address."
+        ) from error
     in_main = threading.current_thread() is threading.main_thread()
     # Ray's handler is better than none: it ends the process with a clean-up.
     if in_main and handler not in (signal.SIG_DFL, None):

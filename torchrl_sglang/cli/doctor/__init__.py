@@ -1,7 +1,7 @@
-"""``doctor``: finds what keeps this machine from working, and says what to do.
+"""``doctor``: checks a machine or a cluster, and prints remedies.
 
-``checks.py`` has the checks of a machine and ``ray_cluster.py`` those of a cluster;
-``machine.py`` looks at what several of them need, and this module prints the findings.
+``checks.py`` has the checks of a machine and ``machine.py`` the facts for several of
+them; ``ray_cluster.py`` runs them on each node and compares the nodes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ Checks this Python and its packages, SGLang's Python, GPUs, variables of NCCL, t
 network, limits of the system, servers that are left over, and a model's folder. It
 changes nothing.
 
-With --ray, it checks a Ray cluster instead: its nodes and their GPUs, this package and
-SGLang on each of them, whether each node reaches the others, and whether it has the
-model.
+With --ray, it checks a Ray cluster instead: each node as it would this machine, whether
+the versions on all nodes are the same, and whether each node reaches the others.
 
 Each line is ok, a warning or a problem, and says what to do. The exit status is 1 if
 there is a problem, and 0 otherwise."""
@@ -68,9 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"ok": not counts["problem"], "findings": rows}, indent=2))
     else:
         print("\n".join(to_lines(findings)))
-        found = [(counts[level], level) for level in ("problem", "warning")]
-        said = [f"{count} {level}{'s' * (count != 1)}" for count, level in found]
-        print(f"{', '.join(said)}.", file=sys.stderr)
+        numbers = [(counts[level], level) for level in ("problem", "warning")]
+        texts = [f"{count} {level}{'s' * (count != 1)}" for count, level in numbers]
+        print(f"{', '.join(texts)}.", file=sys.stderr)
     return 1 if counts["problem"] else 0
 
 

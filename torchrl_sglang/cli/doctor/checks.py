@@ -1,7 +1,4 @@
-"""The checks of a machine: each function looks at one thing, and says what to do.
-
-Another check is a function, and its row in :data:`CHECKS`.
-"""
+"""The checks of a machine, each a function and its row in :data:`CHECKS`."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ from torchrl_sglang.cli.doctor.machine import (
     find_model,
     missing_files,
     read,
-    read_engine,
     read_json,
 )
 
@@ -71,15 +67,15 @@ class Finding(NamedTuple):
     """One line of the report."""
 
     level: str  # ok, warning or problem
-    check: str  # what was checked, in a word or two
-    message: str  # what was found; a sentence
-    remedy: str = ""  # what to do; a sentence, empty if there is nothing to do
+    check: str  # its subject, in a word or two
+    message: str  # state of the machine; a sentence
+    remedy: str = ""  # what to do; a sentence, or empty
 
 
 def run_checks(checks: Iterable[Callable[[Any], Rows]], subject: Any) -> list[Finding]:
-    """Returns what all checks find of a machine, or of a cluster."""
-    findings = [Finding(*row) for check in checks for row in check(subject)]
-    return [each._replace(remedy="") if each[0] == "ok" else each for each in findings]
+    """Returns the findings of all checks of a machine, or of a cluster."""
+    rows = [Finding(*row) for check in checks for row in check(subject)]
+    return [row._replace(remedy="") if row.level == "ok" else row for row in rows]
 
 
 def in_range(version: str, specifier: str) -> bool:
@@ -121,7 +117,7 @@ def _packages(machine: Machine) -> Rows:
 
 
 def _engine(machine: Machine) -> Rows:
-    python, packages, error = read_engine(machine.device, machine.python)
+    python, packages, error = machine.engine
     wanted, version = machine.required.sglang, packages.get("sglang")
     if version is None:
         install = f", or {INSTALL[machine.device]}"
@@ -131,8 +127,8 @@ def _engine(machine: Machine) -> Rows:
         yield "problem", "engine", error or f"{python} has no sglang.", remedy
         return
     if in_range(version, wanted):
-        folder, known = Path(python).parent.parent, cpu.VERSIONS
-        beside = [v for v in known if (folder / f"sglang-{v}").is_dir()]
+        folder = Path(python).parent.parent
+        beside = [v for v in cpu.VERSIONS if (folder / f"sglang-{v}").is_dir()]
         versions = ", ".join([version, *(beside if machine.device == "cpu" else ())])
         yield "ok", "engine", f"SGLang {versions} for {machine.device} in {python}."
     else:
@@ -151,13 +147,14 @@ def _gpus(machine: Machine) -> Rows:
     gpus, memory = machine.gpus, machine.gpus.memory
     driver = gpus.driver or "unknown"
     if not gpus.visible:
-        found = f"There are {len(memory)} GPUs (driver {driver}), and PyTorch"
+        message = f"There are {len(memory)} GPUs (driver {driver}), and PyTorch"
         if gpus.driver is not None and gpus.cuda is None:
             remedy = "Install a CUDA build of PyTorch to use them."
-            yield "warning", "gpu", f"{found} is a build for CPU.", remedy
+            yield "warning", "gpu", f"{message} is a build for CPU.", remedy
         elif gpus.driver is not None:
             remedy = "Check CUDA_VISIBLE_DEVICES, and that the driver is recent enough."
-            yield "warning", "gpu", f"{found} for CUDA {gpus.cuda} finds none.", remedy
+            message = f"{message} for CUDA {gpus.cuda} finds none."
+            yield "warning", "gpu", message, remedy
         else:
             level = "problem" if machine.device == "cuda" else "ok"
             yield level, "gpu", "There is no GPU.", "Give --device cpu, or find one."
@@ -179,27 +176,27 @@ def _gpus(machine: Machine) -> Rows:
 
 
 def _nccl(machine: Machine) -> Rows:
-    found = False
+    ok = True
     for name, message in NCCL_VARIABLES.items():
         if (value := machine.environment.get(name, "0")) not in ("", "0"):
-            found, level, remedy = True, "warning", f"Unset {name}."
+            ok, level, remedy = False, "warning", f"Unset {name}."
             if name == CUMEM:
                 level = "problem" if machine.gpus.visible else "warning"
                 remedy = f"Unset it, or set {name}=0 before the first communicator."
             yield level, "nccl", f"{name}={value}; {message}", remedy
-    there = [name for _, name in socket.if_nameindex()]
+    interfaces = [name for _, name in socket.if_nameindex()]
     for check in ("nccl", "gloo"):
-        # "^" excludes interfaces, "=" asks for exact names, others are prefixes.
+        # "^" excludes interfaces, "=" is before exact names, others are prefixes.
         variable = f"{check.upper()}_SOCKET_IFNAME"
         value = machine.environment.get(variable, "").removeprefix("=")
         names = [] if value.startswith("^") else [n.strip() for n in value.split(",")]
-        missing = [n for n in names if not any(i.startswith(n) for i in there)]
-        if missing and there:
-            found = True
+        missing = [n for n in names if not any(i.startswith(n) for i in interfaces)]
+        if missing and interfaces:
+            ok = False
             message = f"{variable} names {', '.join(missing)}, and there is no such "
-            remedy = f"Unset it, or choose from {', '.join(there)}."
+            remedy = f"Unset it, or choose from {', '.join(interfaces)}."
             yield "problem", check, f"{message}network interface.", remedy
-    if not found:
+    if ok:
         yield "ok", "nccl", "No variable of NCCL is in the way."
 
 
@@ -292,18 +289,18 @@ def _memory(machine: Machine) -> Rows:
 
 
 def _servers(_: Machine) -> Rows:
-    found: dict[int, bool] = {}  # Whether it is a watchdog, which looks after a server.
+    processes: dict[int, bool] = {}  # Whether it is the watchdog of a server.
     for pid in filter(str.isdigit, os.listdir("/proc")):
         folder = Path("/proc") / pid
         words = read(folder / "cmdline").split("\0")[:4]
         watchdog = any(word.endswith(WATCHDOG) for word in words)
         if watchdog or any(map(SERVERS.search, words)):
-            own = re.search(r"^Uid:\s*(\d+)", read(folder / "status"), re.MULTILINE)
-            if own and int(own[1]) == os.getuid():
-                found[int(pid)] = watchdog
-    # One without a watchdog above it was left over, or started by hand.
-    tops = found.keys() - {below for pid in found for below in descendants(pid)}
-    left = [str(pid) for pid in sorted(tops) if not found[pid]]
+            user = re.search(r"^Uid:\s*(\d+)", read(folder / "status"), re.MULTILINE)
+            if user and int(user[1]) == os.getuid():
+                processes[int(pid)] = watchdog
+    # A server without a watchdog above it was left over, or started by hand.
+    tops = processes.keys() - {child for pid in processes for child in descendants(pid)}
+    left = [str(pid) for pid in sorted(tops) if not processes[pid]]
     if left:
         pids = ", ".join(left)
         message = f"Servers of yours run that this package does not look after: {pids}."
@@ -318,6 +315,10 @@ def _model(machine: Machine) -> Rows:
     if name is None:
         return
     if (folder := find_model(name)) is None:
+        if name.startswith((".", "/", "~")):
+            remedy = "Give an existing folder, which all machines share, or a hub name."
+            yield "problem", "model", f"There is no folder {name}.", remedy
+            return
         message = f"{name} is neither a folder nor in the cache of the hub."
         remedy = "It is downloaded at the first start, if it exists; or give a folder."
         yield "warning", "model", message, remedy

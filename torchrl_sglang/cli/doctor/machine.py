@@ -1,6 +1,6 @@
-"""``Machine``: facts that several checks of ``doctor`` look at, and their readers.
+"""``Machine``: facts for several checks of ``doctor``, and their readers.
 
-Each may fail by itself: ``doctor`` has to work where nothing else does.
+Each reader may fail alone: ``doctor`` has to work where nothing else does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +25,16 @@ from torchrl_sglang.backends.launch.environment import inherited_environment
 from torchrl_sglang.backends.launch.gpus import query_gpus
 from torchrl_sglang.errors import ConfigurationError
 
-ASK_SECONDS = 60.0
+VERSIONS_SECONDS = 60.0
 ENGINE_PACKAGES = ("sglang", "sglang-router", "torch", "transformers")
-ASK_VERSIONS = """
+VERSIONS_SCRIPT = """
 import importlib.metadata as m, json, sys
-found = {name: [d.version for d in m.distributions(name=name)] for name in sys.argv[1:]}
-print(json.dumps({name: (found[name] or [None])[0] for name in found}))
+versions = {n: [d.version for d in m.distributions(name=n)] for n in sys.argv[1:]}
+print(json.dumps({name: (versions[name] or [None])[0] for name in versions}))
 """
 
 Rows = Iterator[tuple[str, ...]]
-"""Fields of a :class:`~.checks.Finding`, which a check yields."""
+"""Fields of each :class:`~.checks.Finding` of a check."""
 
 
 class GPUs(NamedTuple):
@@ -56,10 +57,10 @@ class Required(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """Facts that several checks look at."""
+    """Facts for several checks."""
 
     device: str  # cpu or cuda: where servers shall run
-    python: str | None = None  # the interpreter to look for SGLang in, if it was named
+    python: str | None = None  # the interpreter with SGLang, if it was named
     model: str | None = None  # the folder or the hub's name to check
     gpus: GPUs
     required: Required
@@ -77,6 +78,11 @@ class Machine:
             device=device, python=python, model=model, gpus=gpus, required=required
         )
 
+    @cached_property
+    def engine(self) -> tuple[str, dict[str, str | None], str | None]:
+        """Interpreter of a server, its packages, and the error if they are unknown."""
+        return read_engine(self.device, self.python)
+
     def memory_free(self) -> int | None:
         """Returns bytes of memory; None if unknown."""
         free = re.search(r"MemAvailable:\s*(\d+) kB", read(self.proc / "meminfo"))
@@ -89,10 +95,10 @@ def read_requirements() -> Required:
         about = importlib.metadata.distribution("torchrl-sglang")
     except importlib.metadata.PackageNotFoundError:
         return Required("", {}, "")
-    found = [Requirement(line) for line in about.requires or []]
-    own = {each.name: str(each.specifier) for each in found if each.marker is None}
-    sglang = [str(each.specifier) for each in found if each.name == "sglang"]
-    return Required(about.metadata["Requires-Python"] or "", own, (sglang or [""])[0])
+    rows = [Requirement(line) for line in about.requires or []]
+    packages = {row.name: str(row.specifier) for row in rows if row.marker is None}
+    sglang = next((str(row.specifier) for row in rows if row.name == "sglang"), "")
+    return Required(about.metadata["Requires-Python"] or "", packages, sglang)
 
 
 def read_gpus() -> GPUs:
@@ -118,7 +124,7 @@ def _mib(text: str) -> int:
 def read_engine(
     device: str, python: str | None
 ) -> tuple[str, dict[str, str | None], str | None]:
-    """Returns the interpreter that a server would run, its packages, or why not."""
+    """Returns the interpreter of a server, the versions of its packages, an error."""
     interpreter, variables = python or sys.executable, dict[str, str]()
     try:
         if device == "cpu":
@@ -126,19 +132,19 @@ def read_engine(
             variables = cpu.engine_environment(python=python)
         other = interpreter != sys.executable
         inherited = inherited_environment(os.environ, own_python=other)
-        ask = [interpreter, "-c", ASK_VERSIONS, *ENGINE_PACKAGES]
-        answer = _ask(ask, {**inherited, **variables})
-        return interpreter, json.loads(answer), None
+        command = [interpreter, "-c", VERSIONS_SCRIPT, *ENGINE_PACKAGES]
+        output = _run(command, {**inherited, **variables})
+        return interpreter, json.loads(output), None
     except ConfigurationError as refusal:
         return interpreter, {}, str(refusal)
     except (OSError, ValueError, subprocess.SubprocessError) as failure:
-        said = str(getattr(failure, "stderr", None) or failure).strip().splitlines()
-        error = f"{interpreter} does not tell its packages: {''.join(said[-1:])}."
+        lines = str(getattr(failure, "stderr", None) or failure).strip().splitlines()
+        error = f"{interpreter} does not list its packages: {''.join(lines[-1:])}."
         return interpreter, {}, error
 
 
-def _ask(command: list[str], environment: dict[str, str] | None = None) -> str:
-    options: Any = {"env": environment, "text": True, "timeout": ASK_SECONDS}
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    options: Any = {"env": environment, "text": True, "timeout": VERSIONS_SECONDS}
     options |= {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     return str(subprocess.check_output(command, **options))
 
@@ -151,14 +157,14 @@ def find_model(name: str) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
 
-        found = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(name, "config.json")
     except (ImportError, ValueError):  # ValueError: the hub has no such names.
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(file).parent if isinstance(file, str) else None
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Returns the files that the index of a model's weights names, and that are not."""
+    """Returns the absent files of the index of a model's weights."""
     missing: set[str] = set()
     for index in folder.glob("*.index.json"):
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""The checks of a Ray cluster.
+"""The checks of a Ray cluster: its nodes, their versions and the network.
 
-An actor without a CPU on each node looks at it and tries to reach the others, as a
-server and a sender of weights would. Each question may fail by itself.
+An actor without a CPU runs the checks of a machine on each node, and connects to the
+other nodes.
 """
 
 from __future__ import annotations
@@ -12,33 +12,42 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
-from torchrl_sglang.cli.doctor.checks import INSTALL, in_range
-from torchrl_sglang.cli.doctor.machine import (
-    Rows,
-    find_model,
-    missing_files,
-    read_engine,
-    read_gpus,
-    read_json,
-    read_requirements,
-)
-from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
+from torchrl_sglang.backends.launch.ray_launcher import REACH_SECONDS, connect
+from torchrl_sglang.cli.doctor.checks import CHECKS, Finding, run_checks
+from torchrl_sglang.cli.doctor.machine import Machine, Rows
 
-START_SECONDS = 60.0
-"""Timeout for the actors to start, or to answer."""
-
-REACH_SECONDS = 5.0
-"""Timeout for a connection from node to node."""
+ANSWER_SECONDS = 120.0
+"""Timeout for the actors to start, or to check their nodes."""
 
 AT_ONCE = 64
 """Connections that a node tries at the same time."""
 
-SAME = "Install the same version on every node."
-Cluster = SimpleNamespace
-"""Result of :func:`look_at_cluster`."""
+DIFFER = ("engine", "gpu", "model")
+"""Checks whose findings are also listed for each node where all is well."""
+
+SEE_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+"""Ray 2.50 hides the GPUs of a node from an actor that reserves none."""
+
+
+class RayNode(NamedTuple):
+    """A node of a cluster, and the report of the actor on it."""
+
+    address: str
+    name: str
+    cpus: int
+    gpus: int
+    findings: Sequence[Finding] = ()
+    versions: Mapping[str, str | None] = {}  # by package; None: not installed
+
+
+class RayCluster(NamedTuple):
+    """A cluster."""
+
+    ray: str  # version of Ray
+    device: str  # cpu or cuda: where servers shall run
+    nodes: list[RayNode]
 
 
 class Inspector:
@@ -52,32 +61,25 @@ class Inspector:
         return int(self.listener.getsockname()[1])
 
     def look(
-        self,
-        others: Sequence[tuple[str, int]],
-        device: str,
-        python: str | None,
-        model: str | None,
-    ) -> dict[str, Any]:
-        """Returns what is on the node, and which others it cannot connect to."""
+        self, others: Sequence[tuple[str, int]], **options: Any
+    ) -> tuple[list[Finding], dict[str, str | None]]:
+        """Returns findings and versions; the options are those of ``Machine.here``."""
         from torchrl_sglang import __version__
 
+        machine = Machine.here(**options)
+        findings = run_checks(CHECKS, machine)
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            reached = list(pool.map(_can_connect, others))
-        folder = None if model is None else find_model(model)
-        interpreter, packages, error = read_engine(device, python)
-        return {
-            "error": None,  # why it does not answer
-            "unreached": [
-                host for (host, _), ok in zip(others, reached, strict=True) if not ok
-            ],
-            "python": platform.python_version(),
-            "package": __version__,
-            "memory": read_gpus().memory,
-            "sglang": packages.get("sglang"),
-            "engine_python": interpreter,
-            "engine_error": error,
-            "has_model": folder is not None,
-            "model_problem": None if folder is None else _problem(folder),
+            connected = zip(others, pool.map(_can_connect, others), strict=True)
+            unreached = [address for (address, _), ok in connected if not ok]
+        if unreached:
+            message = f"It cannot connect to {', '.join(unreached)}."
+            remedy = "Open all TCP ports between the nodes of the cluster."
+            findings.append(Finding("problem", "network", message, remedy))
+        _, packages, _ = machine.engine
+        return findings, {
+            "torchrl_sglang": __version__,
+            "Python": platform.python_version(),
+            "SGLang": packages.get("sglang"),
         }
 
 
@@ -89,193 +91,112 @@ def _can_connect(address: tuple[str, int]) -> bool:
     return True
 
 
-def _problem(folder: Path) -> str | None:
-    """Returns why a model cannot be loaded."""
-    try:
-        read_json(folder / "config.json")
-    except (OSError, ValueError) as error:
-        return str(error)
-    return "weights are missing" if missing_files(folder) else None
-
-
 def look_at_cluster(
     address: str, *, model: str | None, python: str | None, device: str | None
-) -> Cluster:
-    """Returns what was found on every node of a cluster.
+) -> RayCluster:
+    """Returns a cluster with the reports of its nodes.
 
     Raises:
         ConfigurationError: if Ray is not installed.
         ServerUnavailableError: if there is no cluster at the address.
     """
-    ray = _connect(address)
+    ray = connect(address, log_to_driver=False, logging_level="ERROR")
     if model is not None and Path(model).is_dir():
         model = str(Path(model).resolve())
     alive = [node for node in ray.nodes() if node["Alive"]]
     nodes = [
-        SimpleNamespace(
-            address=node["NodeManagerAddress"],
-            name=node["NodeManagerHostname"],
-            cpus=int(node["Resources"].get("CPU", 0)),
-            gpus=int(node["Resources"].get("GPU", 0)),
+        RayNode(
+            node["NodeManagerAddress"],
+            node["NodeManagerHostname"],
+            int(node["Resources"].get("CPU", 0)),
+            int(node["Resources"].get("GPU", 0)),
         )
         for node in alive
     ]
     device = device or ("cuda" if any(node.gpus for node in nodes) else "cpu")
+    options = {"model": model, "python": python, "device": device}
     actors = [_start(ray, node["NodeID"]) for node in alive]
     pairs = zip(actors, nodes, strict=True)
-    ports = _ask(ray, [actor.listen.remote(node.address) for actor, node in pairs])
-    found = zip(nodes, ports, strict=True)
-    others = [(node.address, port) for node, port in found if isinstance(port, int)]
-    looks = [actor.look.remote(others, device, python, model) for actor in actors]
-    for node, seen in zip(nodes, _ask(ray, looks), strict=True):
-        vars(node).update({"error": seen} if isinstance(seen, str) else seen)
+    ports = _get(ray, [actor.listen.remote(node.address) for actor, node in pairs])
+    listeners = zip(nodes, ports, strict=True)
+    others = [(node.address, at) for node, at in listeners if isinstance(at, int)]
+    reports = _get(ray, [actor.look.remote(others, **options) for actor in actors])
     for actor in actors:
         ray.kill(actor)
-    return Cluster(
-        ray=ray.__version__,
-        device=device,
-        model=model,
-        wanted=read_requirements().sglang,  # supported versions
-        nodes=nodes,
-    )
+    answers = zip(nodes, reports, strict=True)
+    nodes = [with_report(node, report) for node, report in answers]
+    return RayCluster(ray.__version__, device, nodes)
 
 
-def _connect(address: str) -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigurationError(
-            "doctor --ray needs Ray, which is not installed; "
-            "pip install torchrl-sglang[ray]."
-        ) from error
-    if not ray.is_initialized():
-        try:
-            # Where nobody listens, Ray would wait two minutes.
-            host, _, port = address.rpartition(":")
-            if host and port.isdigit() and "/" not in host:
-                socket.create_connection((host, int(port)), REACH_SECONDS).close()
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise ServerUnavailableError(
-                f"There is no Ray cluster at {address!r}: {reason} Start one with "
-                f"`ray start --head`, or give its address."
-            ) from error
-    return ray
+def with_report(node: RayNode, report: Any) -> RayNode:
+    """Returns a node with the report of its actor, or the text of its error."""
+    if isinstance(report, str):
+        remedy = "Install this package there, for the Python that runs Ray."
+        message = f"It does not answer: {report}."
+        report = [Finding("problem", "actor", message, remedy)], {}
+    findings, versions = report
+    return node._replace(findings=findings, versions=versions)
 
 
 def _start(ray: Any, node: str) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=strategy)(Inspector).remote()
+    options = {
+        "num_cpus": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        "runtime_env": SEE_GPUS,
+    }
+    return ray.remote(**options)(Inspector).remote()
 
 
-def _ask(ray: Any, calls: Sequence[Any]) -> list[Any]:
-    """Returns the answers; the reason, a text, where there is none."""
-    answers: list[Any] = []
-    deadline = time.monotonic() + START_SECONDS
+def _get(ray: Any, calls: Sequence[Any]) -> list[Any]:
+    """Returns the results of calls; the error's text for each that failed."""
+    results: list[Any] = []
+    deadline = time.monotonic() + ANSWER_SECONDS
     for call in calls:
         try:
             left = max(deadline - time.monotonic(), 0.0)
-            answers.append(ray.get(call, timeout=left))
+            results.append(ray.get(call, timeout=left))
         except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
             lines = [line for line in str(error).splitlines() if line.strip()]
-            answers.append(f"{type(error).__name__}: {(lines or ['no answer'])[-1]}")
-    return answers
+            results.append(f"{type(error).__name__}: {(lines or ['no answer'])[-1]}")
+    return results
 
 
-def _nodes(cluster: Cluster) -> Rows:
+def _nodes(cluster: RayCluster) -> Rows:
     gpus = sum(node.gpus for node in cluster.nodes)
     level = "problem" if cluster.device == "cuda" and not gpus else "ok"
     message = f"Ray {cluster.ray}, {len(cluster.nodes)} nodes, {gpus} GPUs."
     yield level, "ray", message, "Start nodes with GPUs, or give --device cpu."
     for node in cluster.nodes:
-        check = f"node {node.address}"
-        if node.error is not None:
-            remedy = "Install this package there, for the Python that runs Ray."
-            yield "problem", check, f"It does not answer: {node.error}.", remedy
-            continue
-        free = [f"{n} {f / 1024:.0f} of {t / 1024:.0f} GiB" for n, f, t in node.memory]
-        about = f"{node.name}, {node.cpus} CPUs, {node.gpus} GPUs"
-        yield "ok", check, f"{about}{''.join(f', {each} free' for each in free)}."
+        about = f"{node.name}, {node.cpus} CPUs, {node.gpus} GPUs."
+        yield "ok", f"node {node.address}", about
+        for finding in node.findings:
+            without_gpus = finding.check == "gpu" and not node.gpus
+            if not without_gpus and (finding.level != "ok" or finding.check in DIFFER):
+                yield finding._replace(check=f"{node.address} {finding.check}")
 
 
-def _packages(cluster: Cluster) -> Rows:
-    for check, name in (("package", "torchrl_sglang"), ("python", "Python")):
-        versions = _by(cluster, check)
+def _versions(cluster: RayCluster) -> Rows:
+    for name in ("torchrl_sglang", "Python", "SGLang"):
+        addresses: dict[str | None, list[str]] = {}
+        for node in cluster.nodes:
+            addresses.setdefault(node.versions.get(name), []).append(node.address)
+        versions = [version for version in addresses if version is not None]
         if len(versions) > 1:
-            yield "problem", check, f"{name} is {_tell(versions)}.", SAME
-        elif versions:
-            yield "ok", check, f"{name} {next(iter(versions))} on every node."
+            level = "warning" if name == "SGLang" else "problem"
+            places = [f"{v} on {', '.join(addresses[v])}" for v in versions]
+            remedy = "Install the same version on every node."
+            yield level, "versions", f"{name} is {'; '.join(places)}.", remedy
+        elif versions and None not in addresses:
+            yield "ok", "versions", f"{name} {versions[0]} on every node."
 
 
-def _engines(cluster: Cluster) -> Rows:
-    install = INSTALL[cluster.device]
-    for node in _answered(cluster):
-        if node.sglang is None:
-            message = node.engine_error or f"{node.engine_python} has no sglang."
-            remedy = f"Name an interpreter with --python, or {install} there."
-            yield "problem", f"node {node.address}", message, remedy
-    versions = _by(cluster, "sglang")
-    missing = versions.pop(None, [])
-    if len(versions) > 1:
-        yield "warning", "engine", f"SGLang is {_tell(versions)}.", SAME
-    wanted = cluster.wanted
-    for version, addresses in versions.items():
-        if not in_range(version, wanted):
-            message = f"SGLang {version} on {', '.join(addresses)} is not in {wanted}."
-            yield "warning", "engine", message, "Install a version that is."
-        elif len(versions) == 1 and not missing:
-            pythons = _by(cluster, "engine_python")
-            where = next(iter(pythons)) if len(pythons) == 1 else _tell(pythons)
-            yield "ok", "engine", f"SGLang {version} on every node, in {where}."
-
-
-def _network(cluster: Cluster) -> Rows:
-    cut_off = [node for node in _answered(cluster) if node.unreached]
-    for node in cut_off:
-        message = f"It cannot connect to {', '.join(node.unreached)}."
-        remedy = "Open all TCP ports between the nodes of the cluster."
-        yield "problem", f"node {node.address}", message, remedy
-    if not cut_off and len(cluster.nodes) > 1:
+def _network(cluster: RayCluster) -> Rows:
+    checks = {finding.check for node in cluster.nodes for finding in node.findings}
+    if len(cluster.nodes) > 1 and checks.isdisjoint(("actor", "network")):
         yield "ok", "network", "Each node reaches the others."
 
 
-def _model(cluster: Cluster) -> Rows:
-    if (model := cluster.model) is None:
-        return
-    absent = [node.address for node in _answered(cluster) if not node.has_model]
-    if not absent:
-        yield "ok", "model", f"{model} is on every node."
-    elif model.startswith((".", "/", "~")):
-        remedy = "Give a folder that all nodes share, or a name of the hub."
-        yield "problem", "model", f"{model} is not on {', '.join(absent)}.", remedy
-    else:
-        remedy = "Each node downloads it at the first start; or share a folder."
-        yield "warning", "model", f"{model} is not on {', '.join(absent)}.", remedy
-    for node in _answered(cluster):
-        if node.model_problem is not None:
-            message = f"{model} cannot be loaded there: {node.model_problem}."
-            remedy = "Give the folder that a model was saved to."
-            yield "problem", f"node {node.address}", message, remedy
-
-
-def _answered(cluster: Cluster) -> list[SimpleNamespace]:
-    return [node for node in cluster.nodes if node.error is None]
-
-
-def _by(cluster: Cluster, name: str) -> dict[Any, list[str]]:
-    """Returns the addresses of the nodes by something that was found there."""
-    found: dict[Any, list[str]] = {}
-    for node in _answered(cluster):
-        found.setdefault(getattr(node, name), []).append(node.address)
-    return found
-
-
-def _tell(values: Mapping[Any, Sequence[str]]) -> str:
-    return "; ".join(f"{value} on {', '.join(at)}" for value, at in values.items())
-
-
-CLUSTER_CHECKS = (_nodes, _packages, _engines, _network, _model)
+CLUSTER_CHECKS = (_nodes, _versions, _network)
 """The checks of a cluster, in the order of the report."""

@@ -53,7 +53,7 @@ class FakeRay:
     def is_initialized(self) -> bool:
         return False
 
-    def init(self) -> None:
+    def init(self, address: str | None) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))
 
 
@@ -117,7 +117,7 @@ def test_the_caller_s_handler_of_sigterm_stays(monkeypatch, handler):
 
 def test_a_thread_sets_no_handler(monkeypatch, handler):
     monkeypatch.setitem(sys.modules, "ray", fake := FakeRay())
-    monkeypatch.setattr(fake, "init", lambda: None)
+    monkeypatch.setattr(fake, "init", lambda address: None)
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(connect()))
     thread.start()
