@@ -279,6 +279,14 @@ def test_a_broken_package_is_a_problem(make, tmp_path, monkeypatch):
     expect(finding, "problem", "made_up", "OSError: no libcuda", "Install it again")
 
 
+def test_a_nightly_outside_the_range_is_a_warning(make, tmp_path, monkeypatch):
+    install(tmp_path, "made_up_nightly", "2026.11.28", "")
+    monkeypatch.syspath_prepend(tmp_path)
+    (finding,) = not_ok("_packages", make(required=MADE_UP))
+    message = "made_up-nightly 2026.11.28 is not in >=1,<2."
+    expect(finding, "warning", "made_up", message, "made_up>=1,<2")
+
+
 def test_versions_beside_the_default_one_are_named(make):
     (found, _) = of("_engine", make())
     assert "SGLang 0.5.23, 0.5.20 for cpu in " in found.message

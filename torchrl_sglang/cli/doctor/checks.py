@@ -99,21 +99,37 @@ def _packages(machine: Machine) -> Rows:
     for name, wanted in machine.required.packages.items():
         remedy = f'Run `pip install "{name}{wanted}"`.'
         try:
-            version = importlib.metadata.version(name)
+            distribution, version = _installed(name)
             importlib.import_module(name)
         except importlib.metadata.PackageNotFoundError:
             yield "problem", name, f"{name} is not installed.", remedy
         except Exception as error:  # noqa: BLE001 - A broken package may raise anything.
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-            message = f"{name} {version} cannot be imported: {reason}."
+            message = f"{distribution} {version} cannot be imported: {reason}."
             remedy = f"Install it again ({name}{wanted}) without SGLang's packages."
             yield "problem", name, message, remedy
         else:
+            message = f"{distribution} {version}"
             if in_range(version, wanted):
-                yield "ok", name, f"{name} {version}."
+                yield "ok", name, f"{message}."
+            elif distribution == name:
+                yield "problem", name, f"{message} is not in {wanted}.", remedy
             else:
-                message = f"{name} {version} is not in {wanted}."
-                yield "problem", name, message, remedy
+                remedy = f"Run the tests with it, or replace it by {name}{wanted}."
+                yield "warning", name, f"{message} is not in {wanted}.", remedy
+
+
+def _installed(package: str) -> tuple[str, str]:
+    """Returns the installed distribution, which may be a nightly one, and its version.
+
+    Raises:
+        PackageNotFoundError: if none is installed.
+    """
+    nightly = f"{package}-nightly"
+    for name in (package, nightly):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return name, importlib.metadata.version(name)
+    raise importlib.metadata.PackageNotFoundError(package)
 
 
 def _engine(machine: Machine) -> Rows:
