@@ -3,6 +3,11 @@
 :class:`AsyncSGLang` is the engine, :class:`SGLangWrapper` the policy that uses it, and
 :class:`SGLangWeightSyncScheme` sends new weights to it. A name is imported when it is
 first used, so that ``import torchrl_sglang`` is cheap.
+
+A public name is a row of ``_HOME``, with an example in its docstring and its place in
+``docs/source/reference``. Errors are in ``errors.py``; the values that layers exchange
+are in ``types.py``, also the arguments (``types.py::ServerArgs``) and the capabilities
+of a server (``types.py::ServerCapabilities``).
 """
 
 from __future__ import annotations

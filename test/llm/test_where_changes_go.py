@@ -1,4 +1,4 @@
-"""Every place that CONTRIBUTING.md names for a change exists."""
+"""Every place that CONTRIBUTING.md or a folder's docstring names exists."""
 
 from __future__ import annotations
 
@@ -7,60 +7,43 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "torchrl_sglang"
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
-ROWS = [
-    line
-    for line in TEXT.partition("## Where does my change go")[2]
-    .partition("\n## ")[0]
-    .splitlines()
-    if line.startswith("| ") and not line.startswith("| I want")
-]
-
-
-def places(row: str) -> list[str]:
-    """Returns the paths in a row, with the names in their files."""
-    quoted = re.findall(r"`([^`]+)`", row)
-    return [word for word in quoted if "/" in word or ".py" in word or ".toml" in word]
-
-
-def find(path: str) -> Path | None:
-    candidates = (ROOT / path, ROOT / "torchrl_sglang" / path)
-    return next((found for found in candidates if found.exists()), None)
+PLACE = re.compile(r"``([\w/.]+\.(?:py|rst|md|json))(?:::(\w+))?``")
 
 
 def names_in(file: Path) -> set[str]:
     """Returns the names that a module defines at its top level."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            found.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
-    return found
+            names.update(n.id for n in ast.walk(node) if isinstance(n, ast.Name))
+    return names
 
 
-def test_the_table_is_found():
-    assert len(ROWS) > 25
+def problems_of(folder: Path, path: str, name: str) -> list[str]:
+    """Returns the error of a place in the docstring of a folder."""
+    candidates = [parent / path for parent in (folder, PACKAGE, ROOT)]
+    file = next((file for file in candidates if file.is_file()), None)
+    if file is None:
+        return [f"{folder.name}: {path} does not exist."]
+    if name and name not in names_in(file):
+        return [f"{folder.name}: {path} defines no {name}."]
+    return []
 
 
-def problems_of(row: str) -> list[str]:
-    """Returns which cells and places of a row do not exist."""
-    _, wish, change, test, _ = row.split("|")
-    problems = []
-    if not wish.strip() or not (places(change) or "gpu" in change):
-        problems.append(f"{row} has an empty cell.")
-    for place in places(change) + places(test):
-        path, _, name = place.partition("::")
-        file = find(path)
-        if file is None:
-            problems.append(f"{path} does not exist.")
-        elif name and name not in names_in(file):
-            problems.append(f"{path} defines no {name}.")
-    return problems
-
-
-def test_every_place_exists():
-    assert [problem for row in ROWS for problem in problems_of(row)] == []
+def test_every_place_in_a_folder_s_docstring_exists():
+    problems, places = [], 0
+    for file in sorted(PACKAGE.rglob("__init__.py")):
+        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        assert docstring, f"{file} has no docstring."
+        for path, name in PLACE.findall(docstring):
+            places += bool(name)
+            problems += problems_of(file.parent, path, name)
+    assert problems == []
+    assert places > 50
 
 
 def test_paths_targets_and_layers_in_the_text_exist():
@@ -69,10 +52,14 @@ def test_paths_targets_and_layers_in_the_text_exist():
     targets = re.findall(r"\bmake ([a-z-]+)\b", TEXT)
     table = TEXT.partition("## Layers")[2]
     layers = re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)
+    places = re.findall(r"`([\w/]+\.py)::(\w+)", TEXT)
     assert paths
     assert targets
     assert layers
+    assert places
     absent = [path for path in paths if not (ROOT / path).exists()]
-    absent += [each for each in targets if f".PHONY: {each}\n" not in makefile]
+    absent += [target for target in targets if f".PHONY: {target}\n" not in makefile]
     layers = [f"torchrl_sglang/{layer}/__init__.py" for layer in layers]
-    assert absent + [file for file in layers if not (ROOT / file).is_file()] == []
+    absent += [file for file in layers if not (ROOT / file).is_file()]
+    problems = [row for place in places for row in problems_of(PACKAGE, *place)]
+    assert absent + problems == []

@@ -11,6 +11,8 @@ standard library: ``cpu`` runs before anything is installed.
 Results go to standard output, everything else to standard error. The exit status is 0,
 1 for a failure, 2 for a wrong command line, or 128 plus the number of the signal that
 interrupted the command.
+
+A command is a module with ``add_command``, and its name in ``parse``.
 """
 
 from __future__ import annotations

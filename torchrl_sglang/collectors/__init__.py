@@ -14,4 +14,7 @@ batches among the ranks of a trainer; between processes they are bytes, by
     runtime/    (an event loop that runs them, and hands batches to the trainer)
         |
     groups/     (the conversations of a group: of functions, agents, environments)
+
+A method of the asynchronous collector is in ``base.py::GroupCollector`` if it needs no
+collection, and otherwise has a line with ``ray_collector.py::_forwarded``.
 """

@@ -5,4 +5,7 @@ Data flows ``inputs`` (prompts to token ids) -> ``engine_call`` (completions) ->
 ``sampling`` translates the sampling parameters, and ``turns`` handles single turns for
 plain functions. Knows TorchRL, templates through ``chat/``, and the engine through
 ``backends/contract.py`` only.
+
+Parameters of vLLM are converted by ``sampling.py::_CONVERTED``, or refused by
+``sampling.py::_UNSUPPORTED``.
 """

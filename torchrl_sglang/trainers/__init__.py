@@ -10,4 +10,9 @@ parts: ``serving`` the engine and the policy, ``collecting`` the collectors,
 with what ``optimizers`` makes; ``models`` loads and shards what is trained, ``ranks``
 are the processes that do so. ``checkpoints`` and ``report`` write to the run's folder;
 ``methods`` is the table of losses.
+
+A method is a row of ``methods.py::METHODS`` and a logger a row of
+``loggers.py::LOGGERS``; ``tasks.py::check_prompts`` checks tasks before servers start.
+``clipping.py`` clips gradients, and ``progress.py::choose_mode`` chooses how progress
+is shown. ``examples/grpo/train.py::convert`` reads runs from YAML files.
 """

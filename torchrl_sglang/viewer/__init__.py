@@ -5,4 +5,7 @@
 sentences without I/O. ``charts.py`` formats them as specifications of Vega-Lite, and
 ``page.py`` combines all of it and the files in ``static/`` into one HTML file;
 ``serve.py`` serves the same page, and follows a live run.
+
+A curve is a function and its name in ``curves.py::curves_of``, and a filter of groups a
+row of ``groups.py::FILTERS``.
 """

@@ -9,4 +9,9 @@ consistency of the weights, and ``sleep`` releases GPU memory.
 LoRA adapters are a part of the state: ``adapters`` has the wanted, loading and retiring
 ones, ``adapter_events`` their transitions, ``adapter_calls`` the requests to servers,
 and ``adapter_registry`` the interface for callers and requests.
+
+Decisions are pure: ``reconcile.py::reconcile`` on requests, restarts and addresses,
+``resize_events.py`` on servers that join or leave, ``adapter_events.py::advance`` on
+adapters, and ``weights_state.py::ServedWeights`` on consistency. Copies of the engine
+follow new addresses by ``replica.py::Directory``.
 """

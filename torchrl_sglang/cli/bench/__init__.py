@@ -4,6 +4,9 @@
 ``transfer.py`` measure it, with the clock and the medians of ``timing.py``; this module
 selects the measurements, and prints the results. The scripts in ``benchmarks/`` use the
 same code, through ``measure.py``.
+
+A measurement is a row of ``ACTIONS`` if users may run it, and otherwise a script in
+``benchmarks/``; its figures are in ``benchmarks/RESULTS.md``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 ``checks.py`` has the checks of a machine and ``machine.py`` the facts for several of
 them; ``ray_cluster.py`` runs them on each node and compares the nodes.
+
+A check is a function and its row in ``checks.py::CHECKS`` or
+``ray_cluster.py::CLUSTER_CHECKS``.
 """
 
 from __future__ import annotations

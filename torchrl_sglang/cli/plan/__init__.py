@@ -3,6 +3,9 @@
 ``shapes.py`` reads a model's configuration, ``memory.py`` has the formulas,
 ``arrange.py`` chooses an arrangement, and ``show.py`` formats it. No weights and no GPU
 are needed.
+
+After a change of a formula, run ``docs/source/arrangement_table.py``. Measured peaks
+are in ``test/llm/cli/test_plan.py::MEASURED_PASSES``.
 """
 
 from __future__ import annotations

@@ -4,4 +4,6 @@
 (``contract.py``). ``batches.py`` takes complete groups as batches or writes them to a
 replay buffer, whose sampler reads ``consumer_version.py``; ``stale_mask.py`` excludes
 tokens that are too old. ``stats.py`` says what bounds the run.
+
+A figure of the statistics is in ``stats.py``.
 """

@@ -2,6 +2,10 @@
 
 Each file stands alone: the server's Python, which lacks this package, imports it from
 this folder, or from a copy of it.
+
+``torchrl_sglang_loader.py::ACTIONS`` handles the requests of
+``weight_update/transports/traced.py``, and ``torchrl_sglang_delta.py::UpdateState``
+those of ``weight_update/transports/delta_messages.py``.
 """
 
 from __future__ import annotations

@@ -4,4 +4,7 @@
 become the messages of chat completions, so both are recorded alike. ``write.py``
 formats a turn as a response, ``events.py`` a response as a stream, and ``dialect.py``
 has the addresses.
+
+A field is a row of ``_SAMPLING``, ``_ABOUT``, ``_WISHES`` or ``_REFUSED`` in
+``read.py``.
 """
