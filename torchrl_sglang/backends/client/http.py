@@ -300,7 +300,7 @@ class HttpClient:
         else:
             data = encode(payload)
         deadline = time.monotonic() + timeout
-        headers = {**self._login(url), **headers}
+        headers = {**self.login_of(url), **headers}
         status = None
         while True:
             remaining = max(deadline - time.monotonic(), 1e-3)
@@ -365,7 +365,7 @@ class HttpClient:
             # Nothing was sent. Connections become free when others end.
             await asyncio.sleep(NO_FILE_SECONDS)
 
-    def _login(self, url: str) -> dict[str, str]:
+    def login_of(self, url: str) -> dict[str, str]:
         """Returns the authorization header of a request to a URL."""
         place = url if self._credentials else ""
         while place:

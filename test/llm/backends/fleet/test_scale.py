@@ -169,9 +169,9 @@ def test_a_choice_among_many_servers_is_even():
 def test_many_servers_with_passwords():
     logins = {f"http://h{n}:80/base": f"Basic {n}" for n in range(3)}
     http = HttpClient(None, logins)
-    assert http._login("http://h1:80/base/generate")["Authorization"] == "Basic 1"
-    assert http._login("http://h1:80/other/generate") == {}
-    assert http._login("http://h1:80/base") == {"Authorization": "Basic 1"}
+    assert http.login_of("http://h1:80/base/generate")["Authorization"] == "Basic 1"
+    assert http.login_of("http://h1:80/other/generate") == {}
+    assert http.login_of("http://h1:80/base") == {"Authorization": "Basic 1"}
 
 
 def test_a_payload_is_encoded_once(fake):
