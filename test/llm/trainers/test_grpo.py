@@ -93,10 +93,10 @@ def vowels(conversation, task):
 
 
 @pytest.fixture
-def make(restored_engine, tiny_model_path, tmp_path):
-    """Makes a run on the servers of the test session."""
+def make_on(tiny_model_path, tmp_path):
+    """Makes a run on servers."""
 
-    def made(**arguments):
+    def made(engine, **arguments):
         given = {
             "model": tiny_model_path,
             "prompts": PROMPTS,
@@ -106,13 +106,19 @@ def make(restored_engine, tiny_model_path, tmp_path):
             "groups_per_batch": 4,
             "steps": 3,
             "lr": 2e-3,
-            "engine": restored_engine,
+            "engine": engine,
             "output": tmp_path / "run",
         }
         return GRPO(**{**given, **arguments})
 
     with torch.random.fork_rng(devices=[]):
         yield made
+
+
+@pytest.fixture
+def make(restored_engine, make_on):
+    """Makes a run on the servers of the test session."""
+    return lambda **arguments: make_on(**{"engine": restored_engine, **arguments})
 
 
 def rollouts_of(folder):
@@ -606,9 +612,9 @@ def test_overlong_responses_are_punished():
     ],
     ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
 )
-def test_invalid_arguments_are_refused(make, arguments, message):
+def test_invalid_arguments_are_refused(engine, make_on, arguments, message):
     with pytest.raises((ConfigurationError, CollectionError)) as caught:
-        make(**arguments).train()
+        make_on(**{"engine": engine, **arguments}).train()
     assert message in str(caught.value)
 
 
