@@ -119,7 +119,7 @@ class RLSGLangEngine(abc.ABC):
                 all or one for each. It needs servers with
                 ``enable_priority_scheduling=True``. SGLang interrupts running requests
                 for much greater ones, unless ``disable_priority_preemption=True``.
-            logprobs_mode: kind of the log-probs of response tokens and of top-k tokens.
+            logprobs_mode: kind of the log-probs of response tokens and top-k tokens.
                 ``"model"``: the model's own, ``log_softmax(logits)``, independent of
                 the sampling parameters, as the trained model and vLLM compute them. If
                 the server returns others (penalties, ``logit_bias``, ``min_new_tokens``
@@ -149,7 +149,7 @@ class RLSGLangEngine(abc.ABC):
             ServerDiedError: if every server of this engine has ended.
             ServerTimeoutError: after a timeout.
             UnsupportedByServerError: for a seed, a grammar, log-probs or token columns
-                that the servers do not support.
+            without the servers' support.
             WeightSyncStateError: if a failed update left the weights inconsistent.
         """
         batch = to_batch(
@@ -213,7 +213,7 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def default_adapter(self) -> str | None:
-        """Name of the LoRA adapter of requests that select none; ``None``: no adapter.
+        """Name of the LoRA adapter of requests by default; ``None``: no adapter.
 
         Weight updates that send an adapter set it, here and in every copy of the engine
         and other engine of these servers.
@@ -284,7 +284,7 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def published_adapters(self, *, timeout: float) -> frozenset[str]:
-        """Queries the served names of adapters for requests that select none.
+        """Queries the served names of default adapters.
 
         They come from weight updates, or :meth:`load_adapter` with ``default=True``.
         """
@@ -341,7 +341,7 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def get_fused_parameters(self) -> dict[str, FusedParameter]:
-        """Returns the parameters that are fused in a module but not in a checkpoint.
+        """Returns the parameters fused in a module but not in a checkpoint.
 
         The names of :meth:`get_model_metadata` are a checkpoint's.
         """
@@ -361,7 +361,7 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def restarting(self) -> Sequence[str]:
-        """Servers that have ended and are being restarted."""
+        """Ended servers, being restarted."""
 
     @property
     @abc.abstractmethod
@@ -377,7 +377,7 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def weight_update(self) -> AbstractContextManager[WeightUpdate]:
-        """Reserves the engine for a weight update; a concurrent one is refused.
+        """Reserves the engine for a weight update; concurrent updates are refused.
 
         Raises:
             WeightSyncStateError: if an update is in progress, or weights are asleep.
@@ -386,7 +386,7 @@ class RLSGLangEngine(abc.ABC):
         """
 
     def new_servers(self) -> AbstractContextManager[RLSGLangEngine | None]:
-        """Reserves the servers that wait for weights, which others already serve.
+        """Reserves the servers waiting for weights already served by others.
 
         It excludes weight updates and other calls of this method. After the block, the
         servers are polled.
@@ -481,7 +481,7 @@ class RLSGLangEngine(abc.ABC):
 
     @abc.abstractmethod
     def wake_up(self, tags: str | Iterable[str] | None = None) -> None:
-        """Makes the servers allocate memory again that :meth:`sleep` released.
+        """Makes the servers allocate the memory released by :meth:`sleep`.
 
         When all of it is back, and the weights are not lost, generation continues.
 
@@ -506,7 +506,7 @@ class RLSGLangEngine(abc.ABC):
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A sentence on each server that does not serve now, at most the first few.
+        """A sentence on each server now out of service, at most the first few.
 
         It reflects this engine object's state, without queries.
         """
@@ -526,5 +526,5 @@ class RLSGLangEngine(abc.ABC):
         return self.capabilities.dp_size * self.num_replicas
 
     def get_world_size(self) -> int:
-        """Returns the number of ranks that receive weights, over all servers."""
+        """Returns the number of ranks receiving weights, over all servers."""
         return self.capabilities.tp_size * self.capabilities.pp_size * self.num_replicas

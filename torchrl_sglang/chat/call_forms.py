@@ -58,7 +58,7 @@ class CallForm:
 
 
 def find_form(render: Callable[[Sequence[Message]], str]) -> CallForm:
-    """Returns the form of tool calls that a template renders.
+    """Returns the form of tool calls in a template.
 
     Between an empty content and none, the shorter text wins: some templates render an
     empty message beside the calls.

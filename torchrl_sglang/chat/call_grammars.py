@@ -16,16 +16,16 @@ from torchrl_sglang.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolChoice:
-    """Tools that a response may call, and whether it has to."""
+    """Tools for a response to call, and whether a call is required."""
 
     required: bool = False
     """The response consists of calls, after optional reasoning."""
     names: tuple[str, ...] | None = None
-    """Tools that may be called; ``None``: all offered tools."""
+    """Callable tools; ``None``: all offered tools."""
     parallel: bool = True
     """It may make several calls."""
     fields: tuple[str, ...] = field(default=(), compare=False)
-    """Fields of the request that set the choice."""
+    """Fields of the request with the choice."""
 
     @property
     def is_free(self) -> bool:
@@ -167,7 +167,7 @@ def response_grammar(
 def _calls(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, calls: CallFormat
 ) -> dict[str, Any]:
-    """Returns the format of one or more calls, without other text."""
+    """Returns the format of calls without other text."""
     format_ = {
         "type": "tags_with_separator",
         "tags": [_tag(tool, calls) for tool in _allowed(tools, choice)],

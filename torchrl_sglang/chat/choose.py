@@ -22,7 +22,7 @@ def choose_template(
     Args:
         tokenizer: the model's.
         template: an explicit template.
-        name: name of one of TorchRL's templates.
+        name: name of a template of TorchRL.
         by_model: select TorchRL's template by the model's name, so that trainer and
             engine see the same prompt. For other models, and without ``by_model``, it
             is the tokenizer's own; TorchRL would fall back to ChatML.
@@ -76,7 +76,7 @@ def _path(tokenizer: Any) -> str:
 
 
 class _TemplateProbe:
-    """Passed to TorchRL as a tokenizer to record the template that it chooses."""
+    """Passed to TorchRL as a tokenizer to record the chosen template."""
 
     chat_template = None
 

@@ -87,7 +87,7 @@ def _part(given: Any, name: str) -> Part:
 
 
 def text_of(content: Any, name: str) -> str:
-    """Returns a message's content as one text; see :func:`parts_of`.
+    """Returns a message's content as a text; see :func:`parts_of`.
 
     Raises:
         ConfigurationError: if it has a part other than text.

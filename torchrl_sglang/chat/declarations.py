@@ -18,7 +18,7 @@ from torchrl_sglang.chat.prompt_settings import PromptSettings
 
 
 class Declaration(dict[str, Any]):
-    """A tool, or a part of one, that is immutable by convention.
+    """A tool, or a part of a tool, immutable by convention.
 
     It has no attribute that a template could confuse with a key.
     """
@@ -37,7 +37,7 @@ class Declaration(dict[str, Any]):
 
 
 def write_once(filter_: Callable[..., str]) -> Callable[..., str]:
-    """Returns a template filter that writes each declaration once."""
+    """Returns a template filter to write each declaration once."""
 
     def write(value: Any, *args: Any, **options: Any) -> str:
         if type(value) is not Declaration:
@@ -47,7 +47,7 @@ def write_once(filter_: Callable[..., str]) -> Callable[..., str]:
         try:
             text = texts.get(key)
         except TypeError:
-            # An option that is not hashable.
+            # An unhashable option.
             return filter_(value, *args, **options)
         if text is None:
             text = texts[key] = filter_(value, *args, **options)
@@ -61,9 +61,9 @@ _lock = threading.Lock()
 
 
 def known_settings(given: PromptSettings) -> PromptSettings:
-    """Returns the shared object for equal settings, a copy of the first ones.
+    """Returns the shared object for equal settings, a copy of the first settings.
 
-    Settings that are not JSON are returned as they are.
+    Settings other than JSON are returned as they are.
 
     Examples:
         >>> from torchrl_sglang.chat.declarations import known_settings

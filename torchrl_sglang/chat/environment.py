@@ -114,11 +114,11 @@ def quick_template(tokenizer: Any, source: str) -> Template | None:
 
 
 MARKER = "torchrl_sglang_mark"
-"""Variable of :func:`marking_template` with the function that returns marks."""
+"""Variable of :func:`marking_template` with the function for marks."""
 
 
 def marking_template(tokenizer: Any, source: str) -> Template:
-    """Returns a template that writes marks before each pass of a loop, and after it.
+    """Returns a template with marks before each pass of a loop, and after it.
 
     It calls the variable :data:`MARKER` with the number of the loop, and within a pass
     with the values of the loop's variables, too.

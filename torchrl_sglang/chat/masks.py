@@ -21,7 +21,7 @@ from torchrl_sglang.errors import ChatTemplateError, ConfigurationError
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\b")
 
 _MARKS = ("\uf8f0", "\uf8f1")
-"""Private-use characters that begin and end a mark."""
+"""Private-use characters at the begin and end of a mark."""
 _MARK = re.compile(f"{_MARKS[0]}(\\d+):(\\d*){_MARKS[1]}")
 
 _QUESTION = {"role": "user", "content": "?"}
@@ -144,7 +144,7 @@ def _render_passes(
 def _pass_of(
     index: int, passes: Sequence[_LoopPass], chat: Sequence[Message]
 ) -> _LoopPass | None:
-    """Returns the pass that writes a message; ``None`` if its output is empty."""
+    """Returns the pass of a message; ``None`` if its output is empty."""
     writing = [p for p in passes if p.message == index and p.begin < p.end]
     if len(writing) > 1:
         # A result's pass can search all messages for the name of its call.

@@ -1,4 +1,4 @@
-"""Messages of a conversation, in the form that sessions store and compare."""
+"""Messages of a conversation, in the form for storage and comparison."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def without_stop(text: str, stop: Any) -> str:
 def conversation_keys(
     messages: Sequence[Message], setting: Any
 ) -> Iterator[tuple[int, bytes]]:
-    """Yields the number of leading messages and the key of that conversation.
+    """Yields numbers of leading messages, with the key of their conversation.
 
     Conversations have the same key if they differ only in typical client changes: white
     space around texts, ids of tool calls, the order of arguments, the format of whole
@@ -338,7 +338,7 @@ def rename_calls(
     renamed: list[Message] = []
     for message in after:
         for call in message.get("tool_calls", ()):
-            # A client that reuses an id means the later call.
+            # Clients with a reused id mean the later call.
             names.pop(str(call.get("id")), None)
         old = message.get("tool_call_id")
         new = names.get(str(old), old)

@@ -109,7 +109,7 @@ class PieceEncoder:
 
     @cached_property
     def _special(self) -> dict[str, int]:
-        """Ids of the special tokens that allow cuts before them; none: no cuts."""
+        """Ids of the special tokens with cuts before them; none: no cuts."""
         added = self._added
         if not getattr(self._tokenizer, "is_fast", False) or any(
             token.single_word for token in added.values()
@@ -128,7 +128,7 @@ class PieceEncoder:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        """Pattern of all tokens that are found before normalization."""
+        """Pattern of all tokens found before normalization."""
         names = {str(token) for token in self._added.values() if not token.normalized}
         # The longest token at a position is found.
         longest_first = sorted(filter(None, names), key=len, reverse=True)

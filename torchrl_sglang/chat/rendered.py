@@ -77,7 +77,7 @@ def keeps(messages: Sequence[Message], rendered: str, written: str) -> bool:
 def marked(reply: Message) -> tuple[Message, list[str]]:
     """Returns a response with a mark after each of its parts, and the marks.
 
-    A template that renders a part renders its mark, too.
+    A template renders the mark of each rendered part, too.
     """
     marks: list[str] = []
 
@@ -112,7 +112,7 @@ def after_marks(
     response: ChatResponse,
     ids: Sequence[str],
 ) -> str | None:
-    """Returns the text after a response that is rendered in other words.
+    """Returns the text after a response rendered in other words.
 
     Args:
         body: rendered text after the response's prompt.

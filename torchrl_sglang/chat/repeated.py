@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 
 class Repeated(dict[str, Any]):
-    """A JSON object that several requests share; immutable by convention."""
+    """A JSON object shared by several requests; immutable by convention."""
 
     __slots__ = ("__made",)
 
@@ -62,7 +62,7 @@ class LatestMessages:
         self._known: list[Any] = []
 
     def share(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Returns a request that shares equal messages with the latest request.
+        """Returns a request with equal messages shared with the latest request.
 
         Only messages with texts: equal numbers have several formats. Fields must have
         the same order, as templates write arguments in theirs.

@@ -55,7 +55,7 @@ class Extension:
 
 
 class ChatTemplate(Encoder):
-    """Renders conversations for one model.
+    """Renders conversations for a model.
 
     Args:
         tokenizer: the model's.
@@ -95,7 +95,7 @@ class ChatTemplate(Encoder):
         Raises:
             ConfigurationError: if it is not a template.
         """
-        # A lexer accepts tags that only transformers defines.
+        # A lexer accepts tags defined only by transformers.
         tokens = Environment(autoescape=False).lex(self.source)
         try:
             return frozenset(text for _, kind, text in tokens if kind == "name")
@@ -165,7 +165,7 @@ class ChatTemplate(Encoder):
 
     @cached_property
     def end_ids(self) -> frozenset[int]:
-        """The special token that the template writes after a response, if any."""
+        """The template's special token after a response, if any."""
         chat = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _RESPONSE},
@@ -287,7 +287,7 @@ class ChatTemplate(Encoder):
     def go_on(
         self, text: str, messages: Sequence[Message], known: Sequence[int]
     ) -> list[int] | None:
-        """Returns the tokens of a conversation that begins with known tokens.
+        """Returns the tokens of a conversation with known first tokens.
 
         Args:
             text: ``messages``, rendered by :meth:`render`.
@@ -349,7 +349,7 @@ class ChatTemplate(Encoder):
         end = response.end if response.end in self.special else None
         text = response.text
         if end is not None and self.special[end] not in self.end_ids:
-            # The message has an end that the template does not write.
+            # The message has an end absent from the template.
             text = text.removesuffix(end)
         ending = after_text(now, text)
         if end is None:

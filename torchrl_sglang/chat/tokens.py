@@ -75,7 +75,7 @@ class Encoder:
         return [*first, *ids] if begins and ids[:1] != first else ids
 
     def encode_behind(self, text: str, end: str | None = None) -> list[int]:
-        """Returns the tokens of a text that is not the first of its sequence.
+        """Returns the tokens of a later text of a sequence.
 
         Args:
             text: the text.

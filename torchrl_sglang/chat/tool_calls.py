@@ -26,7 +26,7 @@ _END = "</tool_call>"
 _REASONING = dict(REASONING_MARKS.values())
 _MARKS = re.compile("|".join(map(re.escape, (CALL_MARK, *chain(*_REASONING.items())))))
 _SPACE = re.compile(r"\s*")
-# Up to the first character that no JSON has outside of its strings.
+# Up to the first character foreign to JSON outside of its strings.
 _JSON = re.compile(r'(?:[^"<\\]++|"(?:[^"\\]++|\\.)*+")*+', re.DOTALL)
 _WRITTEN_ID = re.compile(r'"id"\s*:\s*"([A-Za-z0-9]{9})"\s*[,}]')
 
@@ -96,7 +96,7 @@ def find_calls(text: str) -> tuple[str, list[FoundCall]]:
 
 
 def behind_reasoning(text: str, prompt: str = "") -> str:
-    """Returns a response without its reasoning; empty if that does not end.
+    """Returns a response without its reasoning; empty if the reasoning has no end.
 
     Args:
         text: the response.
@@ -178,7 +178,7 @@ def _call(given: Any) -> ToolCall | None:
 
 
 def written_ids(text: str, number: int) -> list[str]:
-    """Returns the ids that a model wrote with its calls, as Mistral's do.
+    """Returns the ids written with a model's calls, as by Mistral's.
 
     They distinguish the results of several calls. None are returned unless each of
     ``number`` calls has an id.

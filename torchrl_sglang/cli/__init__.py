@@ -70,7 +70,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit status.
+    """Runs a command and returns the exit status.
 
     Args:
         argv: the command line; by default this process's.

@@ -41,7 +41,7 @@ _OPTIONS = (
     *("tool_choice", "ignored_params", "trained", "public_url", "key_seconds"),
     *("logprobs_mode", "token_columns"),
 )
-"""Options that are arguments of the gateway, under the same names."""
+"""Options with the names of the gateway's arguments."""
 
 LOGPROBS_MODES = ("model", "sampling", "behaviour")
 """Values of ``LogProbsMode``, whose module imports torch."""

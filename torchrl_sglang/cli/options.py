@@ -1,4 +1,4 @@
-"""Command-line options that start servers, and a parser that suggests names.
+"""Command-line options of new servers, and a parser that suggests names.
 
 The own options of ``serve`` and ``bench`` determine the place and kind of servers;
 every other ``--name value`` is an argument of the server, under SGLang's or vLLM's
@@ -124,7 +124,7 @@ def add_start_options(parser: Parser) -> None:
 
 
 def add_metrics_option(parser: Parser) -> None:
-    """Adds the option that serves metrics for Prometheus."""
+    """Adds the option of metrics for Prometheus."""
     text = "port on this machine for Prometheus, or 0 for a free one (default: none)"
     parser.add_argument("--metrics-port", type=int, metavar="PORT", help=text)
 
@@ -178,7 +178,7 @@ def _ray_launcher(launcher: str | None, strategy: Any) -> Any:
 
 
 def check_nothing_starts(arguments: argparse.Namespace) -> None:
-    """Refuses options for new servers if a running one is used."""
+    """Refuses options for new servers if a running server is used."""
     used = [n for n in START_OPTIONS if getattr(arguments, n) not in (None, 1)]
     flags = ["--" + name.replace("_", "-") for name in used]
     engine_arguments(arguments.engine_words, arguments.own_options)

@@ -103,7 +103,7 @@ def announce(
     key_given: bool = True,
     metrics_url: str | None = None,
 ) -> None:
-    """Prints the addresses of the engine, and its key if it has made one."""
+    """Prints the addresses of the engine, and its key if it has made a key."""
     urls = list(engine.control.urls)
     router = None if engine.server_url in urls else engine.server_url
     about = {

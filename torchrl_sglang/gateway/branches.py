@@ -126,7 +126,7 @@ def _explain(turn: Known, given: Sequence[Message], length: int) -> Branch:
 def _differs(
     own: Sequence[Message], given: Sequence[Message], index: int, name: str
 ) -> Branch:
-    """Returns the difference in the first message that two conversations do not share.
+    """Returns the difference in the first unequal message of two conversations.
 
     It is compared with the model's message, if the client could have seen that.
     """

@@ -24,7 +24,7 @@ _TURNS_TO_ACCEPT = 3
 """Iterations of asyncio's loop before an application knows an accepted connection."""
 
 _NO_FILES = "socket.accept() out of system resource"
-"""Message of asyncio for a connection that cannot be accepted, once a second."""
+"""Message of asyncio for an unacceptable connection, once a second."""
 
 
 class Strangers:
@@ -64,7 +64,7 @@ class Strangers:
                 connection.force_close()
 
     def _close(self, connection: web.RequestHandler) -> None:
-        """Closes a connection that still has no key."""
+        """Closes a connection still without a key."""
         if self._accepted.pop(connection, None) is not None:
             connection.force_close()
 
@@ -105,7 +105,7 @@ class BoundedSite(web.BaseSite):
         )
 
     async def stop(self) -> None:
-        """Stops listening; the runner then closes the connections that it knows.
+        """Stops listening; the runner then closes its connections.
 
         asyncio loses the socket of a connection whose server closes between its
         ``accept()`` and its transport, so accepting ends first.

@@ -123,7 +123,7 @@ class DraftReader:
         self._content_from = 0 if separate is None else None
 
     async def read(self, text: str) -> Draft:
-        """Returns the stable part of a text that extends the last text."""
+        """Returns the stable part of an extension of the last text."""
         text = without_ends(text, self._stops)
         if not self._known:
             return Draft()

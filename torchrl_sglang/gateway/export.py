@@ -41,7 +41,7 @@ CONTAINERS = frozenset(
 
 
 def to_rows(sessions: Iterable[Session]) -> list[TensorDict]:
-    """Returns the trajectories of sessions, one TensorDict for each."""
+    """Returns the trajectories of sessions, a TensorDict for each."""
     rows = []
     for session in sessions:
         trajectories = session.trajectories()

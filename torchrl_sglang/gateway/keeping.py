@@ -24,7 +24,7 @@ class TurnCounts:
     tokens: int = 0
     """Their tokens."""
     branches: Counter[BranchReason] = field(default_factory=Counter)
-    """Requests that began a branch, by reason."""
+    """Requests with a new branch, by reason."""
 
     def add(self, turns: Sequence[Turn]) -> None:
         """Counts the turns of one request."""
@@ -96,7 +96,7 @@ class Keeper:
             raise
 
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Removes turns that no client has seen."""
+        """Removes turns unseen by any client."""
         with self._lock:
             # Other turns continue pinned ones: their clients have seen them.
             loose = [turn for turn in turns if turn not in session.pinned]
@@ -105,7 +105,7 @@ class Keeper:
                 self.store.delete_turns(session, gone)
 
     def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Records that a client has received turns, so that they remain."""
+        """Records turns as received by a client, so that they remain."""
         if self.store is not None:
             self.store.received(session, turns)
 
@@ -140,7 +140,7 @@ class Keeper:
 
 
 def check_takes_turns(session: Session) -> None:
-    """Raises :class:`GatewayError` for a session that was dropped."""
+    """Raises :class:`GatewayError` for a dropped session."""
     if session.is_dropped:
         raise GatewayError(
             f"The session {session.name!r} was dropped, and takes nothing more.",

@@ -44,9 +44,9 @@ class ServingOptions:
     chat_template: str | None
     """Jinja template; ``None`` for the tokenizer's."""
     dialects: Sequence[Dialect]
-    """Dialects that clients may speak."""
+    """Accepted dialects."""
     api_key: str
-    """Key that opens every session."""
+    """Key to every session."""
     open: bool
     """Whether a session's path is sufficient for access."""
     keep_alive_seconds: float

@@ -33,7 +33,7 @@ class SessionRegistry:
         return len(self._by_name)
 
     def named(self, name: str) -> Session | None:
-        """Returns the session of this name, if there is one."""
+        """Returns the session of this name, if any."""
         return self._by_name.get(name)
 
     def all(self) -> list[Session]:

@@ -18,16 +18,16 @@ class Usage:
     """Tokens of a request."""
 
     prompt: int
-    """Tokens that the model read."""
+    """Tokens read by the model."""
     cached: int
     """Tokens of the prompt from the prefix cache."""
     response: int
-    """Tokens that the model wrote."""
+    """Tokens written by the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hint:
-    """A client's setting that applies if the chat template has a variable for it."""
+    """A client's setting for a variable of the chat template, if there is one."""
 
     name: str
     """The client's field, such as ``"verbosity"``."""
@@ -50,7 +50,7 @@ class Request:
     hints: Sequence[Hint] = ()
     """Settings that a template may support."""
     choice: ToolChoice = FREE
-    """Tools that the responses may call, and whether a call is required."""
+    """Tools for the responses to call, and whether a call is required."""
     sampling: Sampling
     """Sampling parameters of the responses."""
     model: str
@@ -78,7 +78,7 @@ class Request:
     name: str = ""
     """Name of the answer in its session."""
     digest: str = ""
-    """Hash that equal requests share."""
+    """Hash of equal requests."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the answer about the request, as JSON."""
     ignored: tuple[str, ...] = ()

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 KEPT = 256
-"""Most requests of a session that may be repeated."""
+"""Most repeatable requests of a session."""
 
 LOST = 8
 """Most undelivered answers of requests with the same content."""
 
 KEPT_SECONDS = 600.0
-"""Time that an answer is kept for a repetition of its request."""
+"""Time to keep an answer for a repetition of its request."""
 
 ATTEMPT_HEADERS = {"x-stainless-retry-count": 0, "x-envoy-attempt-count": 1}
 """Header that counts the attempts of a client, or of a proxy -> its first value."""
@@ -42,7 +42,7 @@ def attempt_of(headers: Mapping[str, str]) -> Attempt:
 
 
 def digest_of(headers: Mapping[str, str], content: bytes) -> str:
-    """Returns the hash that equal requests share.
+    """Returns the hash of equal requests.
 
     Args:
         headers: headers of the request.
@@ -60,11 +60,11 @@ class Answer:
     request_id: str = ""
     """Id of its first request."""
     info: Any = None
-    """Facts that all its requests share."""
+    """Common facts of all its requests."""
     attempt: Attempt = FIRST
     """Latest attempt of its request."""
     waiting: int = 0
-    """Requests that wait for the answer, or receive it."""
+    """Requests waiting for the answer, or receiving it."""
     latest: object = None
     """Identifies the latest request for the answer."""
     delivered: bool = False
@@ -72,7 +72,7 @@ class Answer:
 
     @classmethod
     def recorded(cls, result: Any, *, request_id: str, info: Any) -> Answer:
-        """Returns an answer that has been delivered."""
+        """Returns a delivered answer."""
         task = asyncio.get_running_loop().create_future()
         task.set_result(result)
         return cls(task, request_id, info, delivered=True)
@@ -117,7 +117,7 @@ class _EqualRequests:
     def find(
         self, attempt: Attempt, is_continued: Callable[[Any], bool]
     ) -> Answer | None:
-        """Returns the answer to the request that an attempt repeats.
+        """Returns the answer to the request repeated by an attempt.
 
         ``None`` for the first attempt of a request, or if the request has no answer. An
         attempt repeats an earlier attempt: one whose delivery failed, else a failed

@@ -58,7 +58,7 @@ _TOKENS, _VALUES = "q", "d"
 
 _BLOBS = ("token_ids", "log_probs")
 _Change: TypeAlias = Sequence[tuple[str, tuple[Any, ...]]]
-"""Statements of one transaction, with their values."""
+"""Statements of a transaction, with their values."""
 
 _REQUEST = (
     *("model", "user", "metadata", "request_id"),
@@ -383,7 +383,7 @@ def to_row(turn: Turn) -> TurnRow:
 
 
 def _answer(turn: Turn) -> dict[str, Any]:
-    """Returns the name of an answer, and the fields that differ from its parent's."""
+    """Returns the name of an answer, and its fields other than its parent's."""
     if not turn.about:
         return {}
     inherited = {} if turn.prompt.origin is None else turn.prompt.origin.about

@@ -1,4 +1,4 @@
-"""Sampling parameters that enforce a choice of tools."""
+"""Sampling parameters for a choice of tools."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def with_choice(
     prompt: str | None,
     has_grammar: bool,
 ) -> dict[str, Any]:
-    """Returns sampling parameters that enforce a choice of tools.
+    """Returns sampling parameters to enforce a choice of tools.
 
     Args:
         params: parameters of the request, under SGLang's names.

@@ -125,7 +125,7 @@ def find_trajectories(
 
 
 def _before(turns: Mapping[int, Turn], chosen: Set[int]) -> set[int]:
-    """Returns the numbers of the turns that chosen turns continue."""
+    """Returns the numbers of the turns continued by chosen turns."""
     inner: set[int] = set()
     # A turn has a greater number than its predecessors.
     for number in sorted(turns, reverse=True):

@@ -57,7 +57,7 @@ class Prompt:
 
     @property
     def parent(self) -> int | None:
-        """Number of the turn that it continues."""
+        """Number of the continued turn."""
         return None if self.origin is None else self.origin.number
 
     @property
@@ -97,7 +97,7 @@ class Prompt:
         return ids
 
     def _path(self) -> list[Turn]:
-        """Returns the turns that it continues, the first turn first."""
+        """Returns the continued turns, the first turn first."""
         path: list[Turn] = []
         turn = self.origin
         while turn is not None:
@@ -108,13 +108,13 @@ class Prompt:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Turn:
-    """One response of the model, and its prompt."""
+    """A response of the model, and its prompt."""
 
     number: int
     """Number of the turn in the session. Numbers ascend; numbers of turns that were
     never seen are missing."""
     prompt: Prompt
-    """Prompt that the model read."""
+    """Prompt read by the model."""
     completion: Completion
     """Response of the model: tokens, log-probs and weight versions."""
     text: str

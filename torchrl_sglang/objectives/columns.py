@@ -87,7 +87,7 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
 
 
 def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
-    """Returns the loss tokens that the policy wrote and that are not masked.
+    """Returns the unmasked loss tokens of the policy.
 
     Args:
         batch: the batch; without assistant mask, all loss tokens count.
@@ -132,7 +132,7 @@ def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> 
 
 
 def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
-    """Refuses numbers that are NaN or infinite, for tokens of the loss.
+    """Refuses NaN and infinite numbers, for tokens of the loss.
 
     Args:
         key: of the column, for the message.

@@ -31,7 +31,7 @@ Threshold = str | float | tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """One criterion of rejection sampling."""
+    """A criterion of rejection sampling."""
 
     name: str
     """verl's name, from :data:`REJECTIONS`."""
@@ -216,7 +216,7 @@ class RolloutCorrectionConfig:
     def decoupled_token_icepop(
         cls, threshold: float = 5.0, threshold_lower: float = 0.5
     ) -> RolloutCorrectionConfig:
-        """Three policies, token weights that are zero out of range."""
+        """Three policies, token weights, zero out of range."""
         bounds = (threshold_lower, threshold)
         return cls(rollout_is="token", rollout_is_threshold=bounds)
 
@@ -339,7 +339,7 @@ class RolloutCorrectionConfig:
     def bypass_pg_token_icepop(
         cls, threshold: float = 5.0, threshold_lower: float = 0.5
     ) -> RolloutCorrectionConfig:
-        """Two policies, REINFORCE with token weights that are zero out of range."""
+        """Two policies, REINFORCE with token weights, zero out of range."""
         return cls(
             rollout_is="token",
             rollout_is_threshold=(threshold_lower, threshold),

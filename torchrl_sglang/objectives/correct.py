@@ -62,7 +62,7 @@ class Corrected:
     weights: Tensor
     """Non-negative factor of the advantage, before the division by its mean."""
     keep: Tensor
-    """bool: the tokens that remain in the loss and in its denominator."""
+    """bool: the tokens left in the loss and in its denominator."""
     kept: Statistic
     """Share of the sequences with a remaining token."""
     statistics: dict[str, Statistic]
@@ -140,7 +140,7 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
 def scale_advantage(
     advantage: Tensor, corrected: Corrected, aggregation: str
 ) -> Tensor:
-    """Returns the advantage that gives ``GRPOLoss`` the corrected gradient.
+    """Returns the advantage for a corrected gradient of ``GRPOLoss``.
 
     The clipped objective is proportional to the advantage, so a weight may multiply
     either.
@@ -176,7 +176,7 @@ def scale_advantage(
 
 
 def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
-    """Refuses a batch that lacks an input of a method."""
+    """Refuses a batch without an input of a method."""
     if config.needs_train_log_probs and sampled.train is None:
         raise ConfigurationError(
             f"{config!r} compares the trainer's log-probs with those of the rollout, "
@@ -201,7 +201,7 @@ def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
 
 
 def _check_count(sampled: Sampled) -> None:
-    """Refuses tokens that are newer than the trainer: their version counter differs."""
+    """Refuses tokens newer than the trainer: their version counter differs."""
     assert sampled.versions is not None
     assert sampled.version is not None
     if not sampled.mask.numel():
@@ -218,7 +218,7 @@ def _check_count(sampled: Sampled) -> None:
 
 
 def check_scored(sampled: Sampled, ranks: LossRanks) -> None:
-    """Refuses a batch without log-probs, on all ranks that share it.
+    """Refuses a batch without log-probs, on all its ranks.
 
     A batch in which every token was masked, such as stale tokens by
     ``on_stale="mask"``, is accepted: it has nothing to train on.
@@ -285,7 +285,7 @@ def _weights(
 def _keep(
     config: RolloutCorrectionConfig, sampled: Sampled, log_ratio: Tensor, known: Tensor
 ) -> tuple[Tensor, dict[str, Statistic]]:
-    """Returns the tokens that pass all criteria, and the criteria's metrics."""
+    """Returns the tokens passing all criteria, and the criteria's metrics."""
     keep, metrics = known, dict[str, Statistic]()
     for rejection in config.rejections:
         passing = formulas.rejection_mask(

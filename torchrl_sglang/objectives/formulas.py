@@ -27,7 +27,7 @@ Aggregate = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 """Scope of a statistic of rejection sampling."""
 
 SAFETY_BOUND = 20.0
-"""Largest absolute log-ratio that is exponentiated: e^20 is 4.9e8. verl's value."""
+"""Largest exponent, an absolute log-ratio: e^20 is 4.9e8. verl's value."""
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -73,7 +73,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
 
     Token level: :math:`w_t = r_t = \pi_{train}(t) / \pi_{rollout}(t)`, biased, of low
     variance. Sequence level: :math:`w_t = \prod_s r_s` for every token of the sequence,
-    unbiased, of a variance that grows with the length. Log-ratios are limited to
+    unbiased, of a variance growing with the length. Log-ratios are limited to
     ``SAFETY_BOUND``, 20, before they are exponentiated. As in verl's
     ``compute_rollout_correction_weights``.
 
@@ -220,7 +220,7 @@ def rejection_mask(
     estimator: Estimator,
     bounds: tuple[float, float],
 ) -> Tensor:
-    r"""Tokens that rejection sampling keeps.
+    r"""Tokens kept by rejection sampling.
 
     k2 and k3 keep a token, or a sequence, whose divergence is at most ``bounds[1]``. k1
     keeps it if the ratio is in ``bounds``: the token's :math:`r` (``token``), the
@@ -285,7 +285,7 @@ def binary_total_variation_mask(
     mask: Tensor,
     bounds: tuple[float, float],
 ) -> Tensor:
-    r"""Tokens that DPPO with the binary total variation keeps.
+    r"""Tokens kept by DPPO with the binary total variation.
 
     The total variation between the two policies, reduced to "this token" and "any other
     token", is :math:`|\pi_{train} - \pi_{rollout}|`, a difference of probabilities. A

@@ -654,7 +654,7 @@ def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:
 
 
 class CorrectedCISPOLoss(CorrectedGRPOLoss, TorchRLCISPOLoss):
-    r"""CISPO: REINFORCE with a clipped importance weight that has no gradient.
+    r"""CISPO: REINFORCE with a clipped importance weight without a gradient.
 
     .. math::
 

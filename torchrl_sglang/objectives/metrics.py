@@ -154,7 +154,7 @@ def weight_statistics(
 def rejection_metrics(
     rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """Describes the tokens that a criterion of rejection sampling has dropped.
+    """Describes the tokens dropped by a criterion of rejection sampling.
 
     The names begin with ``rollout_rs_`` and the criterion's name: ``_mean``, ``_max``
     and ``_min`` of the statistic, ``_masked_fraction`` of dropped tokens and

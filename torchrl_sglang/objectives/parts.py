@@ -1,4 +1,4 @@
-"""Gradient sums over the parts of a batch, and the ranks that share it."""
+"""Gradient sums over the parts of a batch, and its ranks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _ELSEWHERE = (
 
 
 class LossRanks:
-    """The ranks that share one batch, and the model or a copy of it.
+    """The ranks of a shared batch, and the model or a copy of it.
 
     Args:
-        group: process group of the ranks; ``None`` if this one has the whole batch.
+        group: process group of the ranks; ``None`` if this rank has the whole batch.
         module: the trained model, whose gradients FSDP2 or DistributedDataParallel
             averages over the ranks; other gradients are summed here.
     """
@@ -149,7 +149,7 @@ class Gradients:
         self._total: Tensor | None = None
 
     def weigh(self, count: Tensor) -> Tensor:
-        """Returns the factor of a loss that is a mean over ``count`` values.
+        """Returns the factor of a mean loss over ``count`` values.
 
         The first part has a factor of about 1, so that sums remain in the range of a
         half-precision gradient.

@@ -30,12 +30,12 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NUM_GROUPS = ("num_group", "n_group", "num_expert_group")
 
 _SINKS = ("PhimoeTopKRouter",)
-"""Routers that take successive maxima instead of ``topk``."""
+"""Routers with successive maxima instead of ``topk``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
-    """A router of one layer."""
+    """A router of a layer."""
 
     name: str
     """Name of the module in the model."""
@@ -46,7 +46,7 @@ class Router:
     num_experts: int
     """Number of its experts."""
     num_groups: int
-    """Groups of experts that it chooses from first; 1: none."""
+    """Groups of experts, chosen first; 1: none."""
     in_turn: bool
     """Whether it chooses successive experts by maxima."""
 

@@ -31,7 +31,7 @@ EXPERTS = (ROUTED_EXPERTS, "full")
 """Key of the experts of each token in a batch."""
 
 _CHECKPOINTED = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes of modules of transformers and PyTorch that recompute activations."""
+"""Attributes of transformers' and PyTorch's modules for activation checkpointing."""
 
 _REPLAYS: weakref.WeakKeyDictionary[nn.Module, RoutingReplay] = (
     weakref.WeakKeyDictionary()
@@ -248,13 +248,13 @@ class RoutingReplay:
 
 @contextmanager
 def replay_routing(model: Any) -> Iterator[RoutingReplay]:
-    """Makes a model use the experts that the engine used for a batch's tokens.
+    """Makes a model use the engine's experts for a batch's tokens.
 
     A mixture of experts chooses some experts for each token and layer. Engine and
     trainer, with different kernels, sometimes choose differently, and such a token's
-    log-prob is of another function than at sampling. Here, routers choose the experts
-    that the engine reported. The weights of the experts come from the router's own
-    scores, so that it is trained as usual.
+    log-prob is of another function than at sampling. Here, routers choose the engine's
+    reported experts. The weights of the experts come from the router's own scores, so
+    that it is trained as usual.
 
     Inside the block, the model replays given experts: from
     :meth:`~RoutingReplay.using`, from a wrapper that was given here instead of its

@@ -1,4 +1,4 @@
-"""Batch statistics that are additive over parts, and over ranks that share it.
+"""Batch statistics, additive over the parts and ranks of a batch.
 
 A mean of means, or a maximum of a rank, differs from the batch's: the underlying sums
 are added up.
@@ -73,7 +73,7 @@ def moments(
 
 
 def sample_deviation(values: Tensor, mask: Tensor) -> Statistic:
-    """Standard deviation of a sample; zero for one value."""
+    """Standard deviation of a sample; zero for a single value."""
 
     def deviation(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
         spread = squares - total.square() / count.clamp_min(1)

@@ -144,7 +144,7 @@ def read_sampling(batch: TensorDictBase) -> Drawn | None:
 
 
 def _completed(batch: TensorDictBase) -> TensorDictBase:
-    """Adds neutral distributions to rows that lack them.
+    """Adds neutral distributions to rows without them.
 
     Rows of other modes among rows of ``"behaviour"`` have log-probs of the whole
     vocabulary at temperature 1.

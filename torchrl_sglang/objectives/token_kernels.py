@@ -143,7 +143,7 @@ class _FusedTokenTerms(torch.autograd.Function):
 def fused_token_terms(
     logits: Tensor, tokens: Tensor, temperatures: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes :func:`.token_terms` for logits that pass :func:`fits`.
+    """Computes :func:`.token_terms` for logits accepted by :func:`fits`.
 
     Args:
         logits: ``(tokens, vocabulary)``.

@@ -1,4 +1,4 @@
-"""Log-probs and entropies of tokens, from logits that are not copied."""
+"""Log-probs and entropies of tokens, from uncopied logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEAST = -1e4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Rows of the logits that are computed in one step."""
+    """Rows of the logits per step."""
 
     rows: slice | Tensor
     chosen: Tensor
@@ -181,7 +181,7 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece]:
-    """Yields groups of rows to compute in one step, each row once.
+    """Yields groups of rows to compute together, each row once.
 
     Args:
         width: size of the vocabulary.

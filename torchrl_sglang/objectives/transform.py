@@ -163,7 +163,7 @@ class OffPolicyCorrection(Transform):
         """Returns a corrected copy of a batch.
 
         Args:
-            tensordict: a batch with one batch dimension.
+            tensordict: a batch with a single batch dimension.
 
         Raises:
             ConfigurationError: if the batch lacks a column, or has another shape.

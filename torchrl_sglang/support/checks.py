@@ -147,7 +147,7 @@ def check_keywords(
     kind: type,
     meant: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuses arguments that no constructor of a class has, with the nearest name.
+    """Refuses arguments unknown to a class's constructors, with the nearest name.
 
     Args:
         name: name of the mapping, for the message.

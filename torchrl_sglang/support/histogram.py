@@ -18,7 +18,7 @@ TOKENS = tuple(float(2**power) for power in range(4, 18))
 
 
 class Histogram:
-    """A count of values between bounds. Written by one thread at a time.
+    """A count of values between bounds. Written by a single thread at a time.
 
     Examples:
         >>> histogram = Histogram([1.0, 2.0])

@@ -1,4 +1,4 @@
-"""Texts that UTF-8, and with it every tokenizer, can encode."""
+"""Texts encodable by UTF-8, and so by every tokenizer."""
 
 from __future__ import annotations
 

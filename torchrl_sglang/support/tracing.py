@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 NAME = "torchrl_sglang"
-"""Name of the instrumentation, and prefix of attributes that OpenTelemetry's semantic
-conventions do not name."""
+"""Name of the instrumentation, and prefix of attributes without a name in
+OpenTelemetry's semantic conventions."""
 
 TRACEPARENT = "traceparent"
-"""Header of W3C Trace Context that names the parent."""
+"""Header of W3C Trace Context with the parent."""
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def _tracer() -> Any:
 def span(
     name: str, *, kind: SpanKind = "internal", of: Any = None, **attributes: Any
 ) -> Iterator[OpenSpan]:
-    """Opens a span around a block; an error that leaves the block is recorded.
+    """Opens a span around a block; an error leaving the block is recorded.
 
     Args:
         name: of the span.

@@ -13,7 +13,7 @@ from torchrl_sglang.telemetry.parts import make_readers, read_all
 from torchrl_sglang.types import Distribution, EngineStats, UpdateStats
 
 FIGURES_SECONDS = 2.0
-"""Timeout of all statistics of a step; late ones count for the next step."""
+"""Timeout of all statistics of a step; late statistics count for the next step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class _Reading:
 
 
 class StepFigures:
-    """Reads the figures of a step, for one call of a logger's ``log_metrics``.
+    """Reads the figures of a step, for a call of a logger's ``log_metrics``.
 
     Names are grouped in panels: ``engine/``, ``rollout/``, ``staleness/``, ``weights/``
     and ``gateway/``. Totals are counted since the last call. Each call queries the

@@ -24,7 +24,7 @@ a server gets five to answer."""
 
 
 class PartReader:
-    """Reads the statistics of one part, without keeping it alive.
+    """Reads the statistics of a part, without keeping it alive.
 
     Args:
         name: name of the part.
@@ -91,7 +91,7 @@ def _reference(part: Any) -> Callable[[], Any]:
 
 
 def make_readers(parts: Mapping[str, Any]) -> dict[str, PartReader]:
-    """Returns a reader for each part that is not ``None``.
+    """Returns a reader for each part other than ``None``.
 
     Raises:
         ConfigurationError: if there is none, or a part has no statistics.

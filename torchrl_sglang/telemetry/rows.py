@@ -31,7 +31,7 @@ Values: TypeAlias = float | Distribution | Mapping[tuple[str, ...], float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricRow:
-    """One metric."""
+    """A metric."""
 
     name: str
     """Name after the prefix and the part, with its unit; without ``_total``."""

@@ -1,4 +1,4 @@
-"""``serve_metrics``: an endpoint that Prometheus scrapes, in this process."""
+"""``serve_metrics``: an endpoint for Prometheus, in this process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOP_SECONDS = 10.0
 """Wait for the endpoint's thread to end."""
 
 READ_SECONDS = 30.0
-"""Timeout of a client that sends no request."""
+"""Timeout of a client without a request."""
 
 
 def serve_metrics(

@@ -41,11 +41,11 @@ class DialectContract(abc.ABC):
 
     @abc.abstractmethod
     def gateway(self) -> Gateway:
-        """Returns a gateway with the dialect that is not running."""
+        """Returns a gateway with the dialect, not running."""
 
     @abc.abstractmethod
     def body(self, text: str, *, stream: bool) -> dict[str, Any]:
-        """Returns a request with one message of the user, for a few tokens."""
+        """Returns a request with a message of the user, for a few tokens."""
 
     @abc.abstractmethod
     def headers(self, key: str) -> dict[str, str]:

@@ -25,7 +25,7 @@ class EngineContract(abc.ABC):
 
     @abc.abstractmethod
     def engine(self) -> RLSGLangEngine:
-        """Returns an engine that generates; it is not shut down here."""
+        """Returns a generating engine; it is not shut down here."""
 
     def test_responses_come_in_the_order_of_their_prompts(self) -> None:
         """Each has as many log-probs as tokens, none of them positive."""

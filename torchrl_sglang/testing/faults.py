@@ -1,4 +1,4 @@
-"""A proxy in front of a server that breaks selected requests.
+"""A proxy in front of a server, to break selected requests.
 
 It forwards everything else, so that a test can show the effect on an engine, on a
 trainer and on the weights when a call is refused, delayed, or cut off before or after
@@ -41,7 +41,7 @@ HOP_HEADERS = {"connection", "content-length", "host", "transfer-encoding"}
 
 @dataclass(kw_only=True)
 class Injection:
-    """One fault of a proxy."""
+    """A fault of a proxy."""
 
     path: str
     """Path of the requests."""
@@ -54,7 +54,7 @@ class Injection:
     happened: threading.Event = field(default_factory=threading.Event)
     """Set when the first of them has arrived."""
     seen: int = 0
-    """Number of requests for this path that have arrived since."""
+    """Number of requests for this path since."""
 
 
 class FaultyProxy:
@@ -78,7 +78,7 @@ class FaultyProxy:
 
     def __init__(self, target: str) -> None:
         self.counts: Counter[str] = Counter()
-        """Number of requests that have arrived for each path."""
+        """Number of requests for each path."""
         self.refusal = "This fault was injected."
         """The message of refused and failed responses."""
         self._target = URL(target).origin()

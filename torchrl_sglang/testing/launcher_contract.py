@@ -33,7 +33,7 @@ class LauncherContract(abc.ABC):
 
     @abc.abstractmethod
     def make(self, num_servers: int) -> Launcher:
-        """Returns a launcher that has started nothing."""
+        """Returns a launcher before its first start."""
 
     @abc.abstractmethod
     def end(self, server: ServerHandle) -> None:
@@ -105,7 +105,7 @@ class LauncherContract(abc.ABC):
             assert answers(added)
             added.stop()
             launcher.remove(rank)
-            # A server that is never started, in place of the other.
+            # A server never started, in place of the other.
             (again,) = launcher.add(1)
             assert again == 2
             launcher.remove(again)

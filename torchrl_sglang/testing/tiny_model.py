@@ -1,4 +1,4 @@
-"""A tiny Qwen2 model and tokenizer that need no download.
+"""A tiny Qwen2 model and tokenizer, without a download.
 
 Both ``transformers`` and an SGLang server load it. The tokenizer has one token per
 character, so text, tokens and log-probs can be compared position by position; the
@@ -40,7 +40,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
-    r"""Returns a tokenizer with one token per character.
+    r"""Returns a tokenizer with a token per character.
 
     It is Qwen's byte-level tokenizer without merges, restricted to printable ASCII and
     the newline, which encode and decode unchanged; other characters are dropped. The 99

@@ -40,7 +40,7 @@ class TransportContract(abc.ABC):
 
     @abc.abstractmethod
     def weights(self, seed: int) -> Weights:
-        """Returns weights that differ for each seed."""
+        """Returns different weights for each seed."""
 
     @abc.abstractmethod
     def error(self, seed: int) -> float:
@@ -105,7 +105,7 @@ def update(transport: WeightTransport, weights: Weights) -> SyncReport:
 
 
 def failure(transport: WeightTransport, weights: Weights) -> str:
-    """Returns the text of the error that an update raises."""
+    """Returns the text of an update's error."""
     try:
         update(transport, weights)
     except (WeightTransferError, OSError) as error:

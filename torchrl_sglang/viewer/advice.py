@@ -14,7 +14,7 @@ LATELY = 0.5
 most ten."""
 
 SMALL, LARGE = 0.1, 0.25
-"""Shares of the time that are negligible, and that are a loss."""
+"""Shares of the time: negligible, and a loss."""
 
 LEAST_ANSWERS = 20
 """Least number of server samples for a share of generation: each is of a moment, and
@@ -40,7 +40,7 @@ class Figures:
     environment: bool
     """Most conversations wait for steps, tools or rewards."""
     down: str = ""
-    """Servers that do not serve."""
+    """Servers out of service."""
     max_staleness: int | None = None
     """Bound of the collector; ``None``: unknown."""
     servers: int = 1
@@ -131,7 +131,7 @@ def advise(found: Figures | None) -> str:
 
 
 def _of_phases(found: Figures, shares: str) -> str:
-    """Returns a sentence on the trainer's largest phase, if there is one."""
+    """Returns a sentence on the trainer's largest phase, if any."""
     largest = max(
         ("training", "waiting", "sending", "saving"),
         key=lambda name: getattr(found, name),

@@ -126,7 +126,7 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
 
 
 def _format(values: Sequence[float]) -> str:
-    """Returns a format that distinguishes the ticks between values.
+    """Returns a format to distinguish the ticks between values.
 
     Examples:
         >>> _format([0.1, 0.5]), _format([0.99985, 1.0]), _format([0, 20_000])

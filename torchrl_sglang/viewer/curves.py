@@ -24,10 +24,10 @@ REPEATED = (
     "batch/truncated",
     "batch/flat_groups",
 )
-"""Metrics of a run of ``GRPO`` that repeat means of batches with their own curves."""
+"""Metrics of a run of ``GRPO`` that repeat curves of batch means."""
 
 OF_PARTS = ("engine", "rollout", "staleness", "weights", "gateway", "time")
-"""Panels of metrics that come last: activity of components per step."""
+"""Last panels of metrics: activity of components per step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class _BatchTotals:
     responses: int = 0
     tokens: int = 0
     cut: int = 0
-    """Responses that were truncated."""
+    """Truncated responses."""
     reward: float = 0.0
     """Sum of the returns."""
     rewarded: int = 0
@@ -106,7 +106,7 @@ class _BatchTotals:
 
 
 def curves_of(run: RunData) -> list[Curve]:
-    """Returns the curves of a run that have points."""
+    """Returns the curves of a run with points."""
     best, worst = extremes(run)
     batches = _batches(run, best)
     curves = [

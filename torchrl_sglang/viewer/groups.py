@@ -23,7 +23,7 @@ MOST_ROWS = 20_000
 """Most groups in the table of a page, the newest ones."""
 
 LONGEST_SHARE = 0.1
-"""Share of the groups that count as the longest, or as the largest mismatch."""
+"""Share of the groups with the longest responses, or the largest mismatch."""
 
 FILTERS = {
     "wrong": ("All wrong", "every response has the run's worst reward"),
@@ -99,7 +99,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 _rounded_again = lru_cache(maxsize=1024)(_rounded)
-"""For values that many groups share."""
+"""For values shared by many groups."""
 
 
 class _Tags:

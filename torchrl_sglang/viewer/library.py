@@ -1,4 +1,4 @@
-"""Vega-Lite, as one script, from the package that ships it."""
+"""Vega-Lite as a script, from a Python package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGE = "vl-convert-python"
 
 @cache
 def library() -> str:
-    """Returns Vega, Vega-Lite and Vega-Embed as one script, without a network.
+    """Returns Vega, Vega-Lite and Vega-Embed as a script, without a network.
 
     The package bundles it in seconds, so it is cached in a folder for temporary files
     that only this user can write to.

@@ -1,4 +1,4 @@
-"""Page of one or two runs, as data and as a self-contained HTML file."""
+"""Page of one run or two, as data and as a self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_BYTES = 8_000_000
 """Size of all runs' conversations in a file, in bytes of the page."""
 
 TABLE_ROWS = 200
-"""Most rows of the table of numbers under a chart, the last ones."""
+"""Most rows of the table of numbers under a chart, the last rows."""
 
 
 def names_of(recordings: Sequence[Recording]) -> list[str]:
@@ -46,7 +46,7 @@ def names_of(recordings: Sequence[Recording]) -> list[str]:
         ]
     if len(set(names)) < len(names):
         names = [str(recording.folder) for recording in recordings]
-    # A folder's name may have bytes that are not text.
+    # A folder's name may have bytes other than text.
     return [os.fsencode(name).decode("utf-8", "replace") for name in names]
 
 
@@ -128,7 +128,7 @@ def _duration(seconds: float) -> str:
 
 
 def merge(runs: Sequence[RunData]) -> list[Curve]:
-    """Returns the curves of all runs, one per figure."""
+    """Returns the curves of all runs, a curve per figure."""
     curves: dict[tuple[str, str], Curve] = {}
     for run in runs:
         for curve in curves_of(run):

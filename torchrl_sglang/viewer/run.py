@@ -280,7 +280,7 @@ class _Assembly:
             group.scores[key] = event.get("scores")
 
     def _newest(self, key: str, time: float) -> Sequence[Group]:
-        """Returns the newest group with a row that was complete at a time.
+        """Returns the newest group with a complete row at a time.
 
         Groups of a batch may have the same prompt and tokens; then all are returned.
         """

@@ -27,8 +27,8 @@ from torchrl_sglang.viewer.page import (
 from torchrl_sglang.viewer.run import RunData, find_group
 
 MOST_BUSY = 0.1
-"""Largest share of its time that a viewer reads and builds pages: the run uses the same
-machine."""
+"""Largest share of a viewer's time for reading and building pages: the run uses the
+same machine."""
 
 HOST = "127.0.0.1"
 """Pages contain prompts and responses: they are for users of this machine."""

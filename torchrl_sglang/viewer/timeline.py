@@ -112,7 +112,7 @@ def update_spans(run: RunData) -> list[Bar]:
 def server_spans(run: RunData) -> dict[str, list[Bar]]:
     """Returns the states of each server, from sample to sample.
 
-    Equal consecutive samples form one bar.
+    Equal consecutive samples form a single bar.
     """
     times = [event["time"] for event in run.engine]
     steps = sorted(later - earlier for earlier, later in pairwise(times))

@@ -1,4 +1,4 @@
-"""Several recorders of one folder: a resumed run, or several processes."""
+"""Several recorders of a folder: a resumed run, or several processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_sglang.recording.lines import number
 
 
 class Writers:
-    """Recorders of one folder: they number groups alike, and some were killed.
+    """Recorders of a folder: they number groups alike, and some were killed.
 
     Args:
         names: the writers of groups, in the order of their starts.
@@ -34,7 +34,7 @@ class Writers:
         self._running[writer] += change
 
     def unfinished(self) -> list[tuple[float, int]]:
-        """Returns the end of groups that ran when their writer ended before others."""
+        """Returns the end of groups running when their writer ended before others."""
         newest = max((latest for _, latest in self._spans.values()), default=0.0)
         return [
             (math.nextafter(latest, math.inf), -self._running[writer])

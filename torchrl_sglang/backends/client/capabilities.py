@@ -36,12 +36,12 @@ CONNECT_TIMEOUT_SECONDS = 30.0
 """Timeout of each query to a server."""
 
 _SECRET = ("api_key", "password", "launch_command", "internal_states")
-"""Suffixes of arguments that are dropped: a server reveals its keys."""
+"""Suffixes of dropped arguments: a server reveals its keys."""
 
 _LORA_TENSORS = "/load_lora_adapter_from_tensors"
 
 _LORA_FIELDS = ("serialized_named_tensors", "serialized_tensors")
-"""Fields for an adapter's tensors, newest first: one copy per rank, or one text."""
+"""Fields for an adapter's tensors, newest first: a copy per rank, or a text."""
 
 _TENSOR_UPDATE = "/update_weights_from_tensor"
 _BEGIN_UPDATE = "/begin_weight_update"
@@ -71,7 +71,7 @@ _MAY_DIFFER = {
 
 _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "enable_memory_saver": (True,),
-    # Weights that servers share through a daemon.
+    # Weights shared by servers through a daemon.
     "weight_cache_mode": ("off", None),
     # In-flight copies of caches are not visible from outside.
     "enable_hierarchical_cache": (False, None),
@@ -84,7 +84,7 @@ a release without effect; with other values, it can end."""
 def sleep_obstacles(
     args: ServerArgs,
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, value, required value) of arguments that prevent sleeping."""
+    """Yields (name, value, required value) of arguments in conflict with sleep."""
     for name, allowed in _TO_SLEEP.items():
         value = getattr(args, name)
         if value not in allowed:
@@ -147,7 +147,7 @@ async def find_out(
     """Detects the capabilities of the server at ``url``.
 
     ``model`` is a folder or hub name with the served model's ``config.json``, if the
-    path that the server reports cannot be read here. ``reader`` is shared by concurrent
+    server's reported path cannot be read here. ``reader`` is shared by concurrent
     detections.
     """
 
@@ -240,8 +240,8 @@ def weight_loaders(server_info: Mapping[str, Any]) -> tuple[str, ...]:
 def start_id(server_info: Mapping[str, Any]) -> str:
     """Returns an identifier of a server's start.
 
-    It consists of the durations of the start's phases, in nanoseconds, and the seed
-    that the server has drawn if it was given none.
+    It consists of the durations of the start's phases, in nanoseconds, and the server's
+    drawn seed, if none was given.
     """
     states = server_info.get("internal_states") or ()
     times = [server_info.get("startup_time"), *(s.get("startup_time") for s in states)]

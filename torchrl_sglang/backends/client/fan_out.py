@@ -26,8 +26,8 @@ async def fan_out(
     """Returns the results of ``call`` for all targets, in order.
 
     A call begins, and so does its timeout, when fewer than ``at_once`` are in flight;
-    with ``None`` all begin at once, for servers that wait for each other. The first
-    error ends all calls and is raised.
+    with ``None`` all begin at once, for servers waiting for each other. The first error
+    ends all calls and is raised.
     """
     waiting = list(targets)
     results: dict[int, T] = {}

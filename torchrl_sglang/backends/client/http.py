@@ -411,7 +411,7 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 def get(
     url: str, *, timeout: float, headers: Mapping[str, str] | None = None
 ) -> HttpResponse:
-    """Sends a GET request and waits for it; for threads that watch a server's start."""
+    """Sends a GET request and waits for it, in threads watching a server's start."""
 
     async def ask() -> HttpResponse:
         http = HttpClient()

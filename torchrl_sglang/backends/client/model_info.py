@@ -140,7 +140,7 @@ def metadata_from_config(
 def fused_from_config(
     config: Any, *, trust_remote_code: bool = False
 ) -> dict[str, FusedParameter]:
-    """Returns the parameters that a module of ``config`` saves under other names."""
+    """Returns the parameters saved under other names by a module of ``config``."""
     model = _build(config, trust_remote_code)
     shapes = {name: value.shape for name, value in _tensors(model).items()}
     return {
@@ -189,8 +189,8 @@ def _saved(model: Any) -> dict[str, dict[str, torch.Tensor]]:
     """Returns name in the module -> name in a checkpoint -> tensor, all on meta.
 
     A checkpoint's tensor is a view of the module's, with its position in it. A tensor
-    that combines several parameters is a copy, and has a name of its own. Some versions
-    of transformers make each part contiguous, which would copy it.
+    of several parameters is a copy, and has a name of its own. Some versions of
+    transformers make each part contiguous, which would copy it.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -217,7 +217,7 @@ class _Views(TorchFunctionMode):
 
 
 def write_mark(folder: Path, model: str) -> None:
-    """Marks a folder with the model that its weights continue."""
+    """Marks a folder with the original model of its weights."""
     (folder / MARK).write_text(json.dumps({"model": model}))
 
 
@@ -238,7 +238,7 @@ class ModelFacts:
     vocab_size: int
     """Size of its vocabulary."""
     eos_token_ids: tuple[int, ...]
-    """Tokens that end a response."""
+    """Tokens at the end of a response."""
     quantization: Mapping[str, Any]
     """``quantization_config`` of the checkpoint; empty: not quantized."""
     experts: ExpertShape | None = None
@@ -335,8 +335,8 @@ def load_model_config(
     model: str, trust_remote_code: bool = False, revision: str | None = None
 ) -> Any:
     """Returns the Hugging Face configuration of a folder or a hub name."""
-    # Models are read in several threads, and the modules that transformers loads lazily
-    # fail in a thread while another thread loads them.
+    # Models are read in several threads, and transformers' lazily loaded modules fail
+    # in a thread while another thread loads them.
     with _IMPORTING:
         from transformers import AutoConfig
 
@@ -369,7 +369,7 @@ def unreadable(
 def find_eos_token_ids(
     config: Any, model: str, revision: str | None = None
 ) -> tuple[int, ...]:
-    """Returns the tokens that end a response, from both files, as a server does."""
+    """Returns the end tokens of a response, from both files, as a server does."""
     from transformers import GenerationConfig
 
     try:

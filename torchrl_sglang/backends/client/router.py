@@ -52,7 +52,7 @@ class RouterClient:
         async with self._change(f"adding {url}", timeout):
             entry = await self._find(url)
             if entry is None:
-                # The router does not use its own key for servers that are added later.
+                # The router does not use its own key for later added servers.
                 key = {} if self._api_key is None else {"api_key": self._api_key}
                 answer = await self._call("POST", "/workers", {"url": url, **key})
                 entry = {"id": answer.raise_for_status().json()["worker_id"]}
@@ -158,7 +158,7 @@ def check_worker_url(url: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """Servers that run elsewhere, and the client for them."""
+    """Servers running elsewhere, and the client for them."""
 
     urls: Sequence[str]
     """Addresses of the servers, without credentials."""

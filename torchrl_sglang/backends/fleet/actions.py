@@ -30,7 +30,7 @@ class Tell(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailRequests(Action):
-    """Fail requests that wait for this address: its connections may stay open."""
+    """Fail the requests to this address: its connections may stay open."""
 
     url: str
 
@@ -50,14 +50,14 @@ class Publish(Action):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop(Action):
-    """Stop a server that was started too late."""
+    """Stop a server started too late."""
 
     handle: ServerHandle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Poll(Action):
-    """Poll the servers that are out of rotation or suspected."""
+    """Poll servers out of rotation, and suspected servers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

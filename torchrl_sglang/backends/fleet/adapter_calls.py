@@ -29,10 +29,10 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities
 
 DISCOVERY_SECONDS = 1.0
-"""Interval between discoveries of adapters that other engine objects loaded."""
+"""Interval between discoveries of other engine objects' adapters."""
 
 MOST_ASKED = 16
-"""Number of servers that are polled per discovery."""
+"""Number of servers to poll per discovery."""
 
 UNLOAD_SECONDS = 60.0
 """Timeout for servers to drop an adapter."""
@@ -56,7 +56,7 @@ class AdapterCalls:
         self._http = http
         self.capabilities = capabilities
         self._looked_at = -math.inf
-        # Position of the server that is polled next.
+        # Position of the next server to poll.
         self._next = 0
 
     def _control(self, fleet: Fleet) -> ControlPlane:
@@ -67,8 +67,8 @@ class AdapterCalls:
     async def discover_changes(self, fleet: Fleet, *, after: float = 0.0) -> None:
         """Discovers adapters if one of a few servers, in turn, holds others.
 
-        Skipped within ``after`` seconds of the last discovery. A request that a server
-        refuses for a missing adapter triggers a discovery, too.
+        Skipped within ``after`` seconds of the last discovery. A request refused for a
+        missing adapter triggers a discovery, too.
         """
         if time.monotonic() - self._looked_at < after:
             return
@@ -104,7 +104,7 @@ class AdapterCalls:
     async def ask(
         self, fleet: Fleet, replicas: Sequence[Replica]
     ) -> dict[int, frozenset[str]]:
-        """Returns rank -> adapters that a server holds, without unreachable servers."""
+        """Returns rank -> adapters on a server, without unreachable servers."""
         holdings: dict[int, frozenset[str]] = {}
         control = self._control(fleet)
 
@@ -118,7 +118,7 @@ class AdapterCalls:
         return holdings
 
     async def _is_restarted(self, fleet: Fleet, replica: Replica) -> bool:
-        """Takes a server that lacks adapters out of rotation if it was restarted."""
+        """Takes a restarted server without its adapters out of rotation."""
         start_id = await _answer(self._control(fleet).start_id(replica.url), "")
         restarted = bool(start_id and replica.start_id) and start_id != replica.start_id
         if restarted:
@@ -164,7 +164,7 @@ class AdapterCalls:
         return {
             url: error
             for url, error in outcomes.items()
-            # A server that refuses does not have it.
+            # A refusing server does not hold it.
             if error is not None and not isinstance(error, RequestRefusedError)
         }
 

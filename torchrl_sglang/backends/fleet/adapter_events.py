@@ -34,7 +34,7 @@ LOAD_SECONDS = 120.0
 
 
 def advance(step: Step) -> None:
-    """Continues the current load, and drops retired loads that are no longer in use."""
+    """Continues the current load, and drops unused retired loads."""
     loading = step.state.adapters.loading
     if step.state.closed:
         return
@@ -70,7 +70,7 @@ def _advance_load(step: Step, loading: Loading) -> None:
 
 
 def _in_the_way(adapters: AdapterState, loading: Loading) -> frozenset[str]:
-    """Returns the loads that servers drop first: a full one drops one in use."""
+    """Returns the loads to drop first; a full server drops a load in use."""
     retiring = frozenset(adapters.retiring)
     if loading.full is not None:
         return retiring
@@ -121,7 +121,7 @@ def give_wanted(step: Step, rank: int) -> None:
     if replica is None or state.closed or busy or not state.misses_adapters(replica):
         return
     for adapter in state.adapters.wanted.values():
-        # The engine object that loaded another one loads it again.
+        # Another engine object loads its own adapters again.
         lacks = adapter.served_as not in replica.held_adapters
         if adapter.content is not None and lacks:
             _send(step, adapter, [replica], LOAD_SECONDS)
@@ -131,7 +131,7 @@ def give_wanted(step: Step, rank: int) -> None:
 def _older_loads(state: FleetState, name: str, number: int) -> list[str]:
     """Returns droppable older loads of an adapter, the oldest first.
 
-    They include loads that a killed trainer replaced and did not drop.
+    They include the replaced loads of a killed trainer.
     """
     loads = (r.held_adapters for r in state.replicas if r.state == "serving")
     loading = state.adapters.loading
@@ -292,7 +292,7 @@ class AdaptersListed(Event):
     """The wanted adapters before the discovery; a later load or drop by this engine
     object invalidates it."""
     held: Mapping[int, frozenset[str]]
-    """Rank -> adapters that a server holds."""
+    """Rank -> adapters on a server."""
     version: str = ""
     """Newest version of whole weights on the servers; ``""``: not queried."""
 

@@ -1,10 +1,10 @@
 """The LoRA adapters of one engine, as a pure part of the state of its fleet.
 
 Requests may select the *wanted* adapters; :attr:`.Replica.held_adapters` has the
-adapters that each server holds. A replacement keeps the adapter's name: each load has a
-served name of its own, so the new load is added beside the old one, requests in flight
-finish with the old one, and they share no prefix-cache entry. Other engine objects, in
-any process, discover adapters by their served names.
+adapters on each server. A replacement keeps the adapter's name: each load has a served
+name of its own, so the new load is added beside the old one, requests in flight finish
+with the old one, and they share no prefix-cache entry. Other engine objects, in any
+process, discover adapters by their served names.
 
 A server that drops an adapter in use accepts no other adapter until the drop has ended,
 and none at all while it is paused. So an adapter *retires* first: no new request uses
@@ -28,7 +28,7 @@ from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.types import Adapter
 
 LINGER_SECONDS = 5.0
-"""Time that a replaced adapter is kept, while there is space: engine objects in other
+"""Time to keep a replaced adapter, while there is space: engine objects in other
 processes discover its replacement within a second."""
 
 DRAIN_SECONDS = 1800.0
@@ -37,7 +37,7 @@ DRAIN_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DesiredAdapter:
-    """An adapter that requests may select."""
+    """An adapter for requests to select."""
 
     adapter: Adapter
     content: AdapterPayload | None
@@ -52,7 +52,7 @@ class DesiredAdapter:
 
     @property
     def number(self) -> int:
-        """Number of the load; a larger one is newer."""
+        """Number of the load; newer loads have larger numbers."""
         return load_number(self.adapter.served_as)
 
     def is_replaced(self, version: str) -> bool:
@@ -88,11 +88,11 @@ def find_wanted(
     default: str | None,
     base: str,
 ) -> dict[str, DesiredAdapter]:
-    """Returns the adapters that requests may select, given the loads on each server.
+    """Returns the selectable adapters, given the loads on each server.
 
     ``ignored`` are being loaded or dropped; ``latest`` is the newest load of each name.
     """
-    # An adapter that some servers lack is being loaded or dropped.
+    # An adapter on a part of the servers is being loaded or dropped.
     everywhere = set(held[0]).intersection(*held[1:]).difference(ignored)
     loads_by_name = {
         name: load
@@ -131,15 +131,15 @@ def catch_up(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """An adapter that is being loaded into every server; no request uses it before."""
+    """An adapter on its way into every server; no request uses it before."""
 
     new: DesiredAdapter
     until: float
     """Deadline of its caller, on the monotonic clock."""
     most_loaded: int | None = None
-    """Most adapters that a server holds; ``None``: any number."""
+    """Most adapters on a server; ``None``: any number."""
     most_pinned: int | None = None
-    """Most adapters that a server pins."""
+    """Most pinned adapters on a server."""
     replaces: frozenset[str] = frozenset()
     """Loads that retire when every server has the new load."""
     sent: bool = False
@@ -147,12 +147,12 @@ class Loading:
     full: int | None = None
     """Number of adapters on the fullest server, if there is no room."""
     error: SGLangError | None = None
-    """Error of a server that refused it."""
+    """Error of a server's refusal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retiring:
-    """An adapter that servers still hold and no new request uses."""
+    """An adapter held by servers, without new requests."""
 
     due: float
     """Earliest time of the drop if it is not in use, on the monotonic clock."""
@@ -173,17 +173,17 @@ class AdapterState:
     latest: Mapping[str, int] = field(default_factory=dict)
     """Name -> largest number of its loads so far."""
     seen: Mapping[int, frozenset[str]] = field(default_factory=dict)
-    """Rank of a server -> adapters that it held at the last full discovery."""
+    """Rank of a server -> its adapters at the last full discovery."""
     loading: Loading | None = None
     sending: frozenset[tuple[int, str]] = frozenset()
-    """Rank of a server and load, for each load that has not been confirmed."""
+    """Rank of a server and load, for each unconfirmed load."""
     users: Mapping[str, int] = field(default_factory=dict)
-    """Load -> number of requests that use it."""
+    """Load -> number of its requests."""
     retiring: Mapping[str, Retiring] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     """Loads that this engine object never uses again, the retiring ones included."""
     pinned: frozenset[str] = frozenset()
-    """Loads that servers pin in the batch memory."""
+    """Loads pinned in the servers' batch memory."""
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -197,7 +197,7 @@ class AdapterState:
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Loads that no request may use although servers hold them."""
+        """Loads on servers, closed to requests."""
         loading = [self.loading.new.served_as] if self.loading else []
         return self.dropped.union(loading)
 
@@ -214,7 +214,7 @@ class AdapterState:
     def find(
         self, held: Mapping[int, frozenset[str]], base: str
     ) -> dict[str, DesiredAdapter]:
-        """Returns the adapters that requests may select, given each server's loads."""
+        """Returns the selectable adapters, given each server's loads."""
         return find_wanted(
             self.wanted,
             list(held.values()),
@@ -225,7 +225,7 @@ class AdapterState:
         )
 
     def adopt(self, found: Mapping[str, DesiredAdapter]) -> AdapterState:
-        """Replaces the wanted adapters; the newest published one is the default."""
+        """Replaces the wanted adapters; the newest published adapter is the default."""
         if found == self.wanted:
             return self
         new = set(filter(is_published, served_names(found) - self.names))
@@ -266,7 +266,7 @@ class AdapterState:
         return replace(self, retiring=soon)
 
     def due(self, now: float) -> list[str]:
-        """Returns the retiring loads that servers have to drop now."""
+        """Returns the retiring loads to drop now."""
         return [
             name
             for name, load in self.retiring.items()

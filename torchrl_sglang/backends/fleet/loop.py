@@ -2,8 +2,8 @@
 
 A task on the background loop runs while the engine holds the fleet. It polls the
 servers, applies the observations to the fleet, and executes the actions of
-:func:`.reconcile`. A server that keeps ending is given up. An engine that owns no
-server restarts none: its task runs while a server is out of rotation, and polls it. It
+:func:`.reconcile`. A server that keeps ending is given up. An engine without servers of
+its own restarts none: its task runs while a server is out of rotation, and polls it. It
 also runs while requests are in flight, so that requests of a hanging server move
 elsewhere.
 """
@@ -68,13 +68,13 @@ ROUTER = "router"
 """Key of the router among the ranks of restarted servers."""
 
 ROUTER_CALLS = 8
-"""Largest number of concurrent calls that add servers to a router or remove them."""
+"""Largest number of concurrent calls to add servers to a router or remove them."""
 
 CHECK_SECONDS = 0.5
 """Interval between checks of the processes."""
 
 POLLS_PER_SECOND = 128
-"""Most servers that are polled per second, on average; a poll takes about 2 ms."""
+"""Most polls per second, on average; a poll takes about 2 ms."""
 
 ADAPTER_CHECK_SECONDS = 2.0
 """Interval between checks for the LoRA adapters of this engine on servers of another
@@ -88,7 +88,7 @@ PROGRESS_SECONDS = 120.0
 are probed with a generation."""
 
 FIRST_RESTART_SECONDS = 0.5
-"""Wait before a restart; it doubles with each start that fails."""
+"""Wait before a restart; it doubles with each failed start."""
 
 LONGEST_RESTART_SECONDS = 60.0
 
@@ -102,7 +102,7 @@ STOP_SECONDS = 10.0
 """Timeout for pending starts to be cancelled."""
 
 ANSWER_SECONDS = 20.0
-"""Timeout for a router, or for a scheduler that a long prompt keeps busy."""
+"""Timeout for a router, or for a scheduler busy with a long prompt."""
 
 
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
@@ -181,7 +181,7 @@ class Supervisor:
         self._wake = asyncio.Event()
         # Rank or router -> handle of a pending start; None before its start.
         self._starting: dict[int | str, ServerHandle | RouterHandle | None] = {}
-        # Starts that failed in a row.
+        # Successive failed starts.
         self._failures: Counter[int | str] = Counter()
         self._last_progress = (time.monotonic(), 0)
         # When the next round of polls may begin.
@@ -191,7 +191,7 @@ class Supervisor:
         self._lost_behind_router = False
         # The watch, and slow tasks that it does not wait for.
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        # Tasks that load or drop an adapter.
+        # Tasks to load or drop an adapter.
         self._calls: set[asyncio.Task[None]] = set()
 
     def begin(self, *, at_once: bool = False) -> None:
@@ -216,7 +216,7 @@ class Supervisor:
             self._tasks[name] = asyncio.ensure_future(work(*args))
 
     async def poll_now(self) -> None:
-        """Polls the servers that are out of rotation or suspected."""
+        """Polls servers out of rotation, and suspected servers."""
         if (fleet := self._fleet()) is None:
             return
         if not fleet.state.owns_any:
@@ -285,7 +285,7 @@ class Supervisor:
             fleet.notice_deaths()
         actions = fleet.apply(self._tick(fleet))
         if owner and time.monotonic() >= self._publish_at:
-            # Repeated, for a directory that was restarted.
+            # Repeated, for a restarted directory.
             self._publish_at = time.monotonic() + FOLLOW_SECONDS
             fleet.publish()
         if owner:
@@ -348,7 +348,7 @@ class Supervisor:
             await asyncio.gather(self._probe_router(fleet), probes)
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
-        """Marks a server that hangs as down and stops it, unless it is paused."""
+        """Marks a hanging server as down and stops it, unless it is paused."""
         hanging = await hangs(self._http, self._capabilities, replica.url)
         now = fleet.state.find(replica.rank)
         serves = now is not None and now.state == "serving"
@@ -547,5 +547,5 @@ def _check_new(handle: Any, old: Any) -> None:
 
 
 def _is_elsewhere(handle: ServerHandle | None) -> bool:
-    """Returns whether a server ran on a machine that may be gone with it."""
+    """Returns whether a server's machine may be gone with it."""
     return handle is None or handle.host != socket.gethostname()

@@ -1,4 +1,4 @@
-"""The servers of one engine: the place that keeps their state.
+"""The servers of one engine, and their current state.
 
 Events come from any thread. :meth:`Fleet.apply` replaces the state under a lock by what
 :func:`.reconcile` returns, and hands the actions to the engine's loop.
@@ -92,7 +92,7 @@ class Fleet:
         self._act: Callable[[Sequence[Action]], object] = lambda actions: None
         self._routing = Routing()
         self._check_deaths_at = 0.0
-        # Callbacks of tasks that wait for a state.
+        # Callbacks of tasks waiting for a state.
         self._wakes: list[Callable[[], object]] = []
         self._lock = RLock()
         after_fork(self._begin_in_this_process)
@@ -183,12 +183,12 @@ class Fleet:
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Servers that get requests."""
+        """Servers in rotation."""
         return self._state.serving
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Kinds of memory that are released."""
+        """Kinds of released memory."""
         return self._state.asleep
 
     @property
@@ -241,7 +241,7 @@ class Fleet:
         return self.router is not None and url == self.router.url
 
     def failed(self, url: str) -> None:
-        """Records that a request to this address failed."""
+        """Records a failed request to this address."""
         self._routing.failed(url)
         self.apply(Suspected(url=url))
 
@@ -296,11 +296,11 @@ class Fleet:
             self._set(draining=False)
 
     def route(self, urls: Set[str]) -> None:
-        """Records that the router has added or removed servers."""
+        """Records servers as added to the router, or removed."""
         self.change(lambda now: replace(now, in_router=now.in_router ^ urls))
 
     def set_router(self, router: RouterHandle, known: Sequence[str]) -> None:
-        """Adopts a restarted router, and the servers that it has."""
+        """Adopts a restarted router, and its servers."""
         with self._lock:
             self.router = router
             self._set(in_router=frozenset(known))
@@ -329,7 +329,7 @@ class Fleet:
         self._set(closed=True)
 
     def stop(self) -> None:
-        """Stops the router and the servers that this engine started."""
+        """Stops the router and the servers of this engine."""
         try:
             if self.router is not None:
                 self.router.stop()
@@ -371,7 +371,7 @@ class Fleet:
 
 
 def _chooses_well(router: RouterHandle, state: FleetState) -> bool:
-    """Returns whether a router excludes the servers that are out of rotation here."""
+    """Returns whether a router excludes servers out of rotation here."""
     if len(state.serving) == len(state.replicas):
         return True
     # A remote router keeps its list whatever happens here.

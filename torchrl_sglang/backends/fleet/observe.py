@@ -2,8 +2,8 @@
 
 Several engine objects use the same servers: a trainer's, collectors', copies in other
 processes. Any of them may send weights or load adapters, and the owner restarts
-servers. So the servers hold the truth: each engine object polls servers that are out of
-rotation or where a request failed. Working servers are not polled.
+servers. So the servers hold the truth: each engine object polls servers out of rotation
+and servers with a failed request. Working servers are not polled.
 
 Neither a hanging nor a paused server generates a token, and a server is paused during a
 weight update of any engine object. So a missing token counts only if the server
@@ -43,11 +43,11 @@ POLL_TIMEOUT_SECONDS = 5.0
 """Timeout for a response, which a process in front of the scheduler sends."""
 
 TOKEN_SECONDS = 15.0
-"""Timeout for a token. After 20 s without a token, SGLang reports that it is unhealthy,
+"""Timeout for a token. After 20 s without a token, SGLang reports itself as unhealthy,
 and no longer whether it is paused."""
 
 FRONT_SECONDS = 5.0
-"""Timeout for a response that does not involve the scheduler."""
+"""Timeout for a response without the scheduler."""
 
 _REFUSED = {
     "input_ids": [0],
@@ -60,7 +60,7 @@ Find = Callable[[str], Awaitable[ServerCapabilities]]
 
 
 async def discover(fleet: Fleet, find: Find) -> ServerCapabilities:
-    """Queries capabilities and adapters; owned servers must respond, or any one."""
+    """Queries capabilities and adapters; all owned servers must respond, else any."""
     answers = await _ask_all(fleet.replicas, find)
     answered: dict[int, ServerCapabilities] = {}
     events: list[Answered | Silent] = []
@@ -140,7 +140,7 @@ class ServerPoller:
         self._find = find
 
     async def poll(self, fleet: Fleet) -> None:
-        """Polls the servers that are out of rotation or suspected."""
+        """Polls servers out of rotation, and suspected servers."""
         look = _Look(lambda rank: self._poll(fleet, rank))
         ranks = [replica.rank for replica in fleet.state.to_poll]
         # Servers in this round are not polled by another round.
@@ -167,7 +167,7 @@ class ServerPoller:
         rank = event.asked.rank
         replica = fleet.state.find(rank)
         if event.held is not None and replica is not None and replica.restarted:
-            # The other servers hold what other engine objects have loaded.
+            # The other servers hold the loads of other engine objects.
             await self.adapters.discover(fleet)
         state = fleet.state
         replica = state.find(rank)
@@ -273,7 +273,7 @@ async def hangs(
         return False
     paused = await is_paused()
     if paused and capabilities.tells_paused:
-        # A server that has detected its own hang reports the same.
+        # A server with a detected hang reports the same.
         paused = await _holds_requests(http, url, soon)
     return not paused
 
@@ -288,7 +288,7 @@ async def _succeeds(http: HttpClient, url: str, timeout: float) -> bool | None:
 
 
 async def _holds_requests(http: HttpClient, url: str, timeout: float) -> bool:
-    """Returns whether requests wait in a server that is alive."""
+    """Returns whether requests wait in a live server."""
     try:
         await http.request("POST", f"{url}/generate", _REFUSED, timeout=timeout)
     except ServerTimeoutError:

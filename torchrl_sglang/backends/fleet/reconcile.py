@@ -67,7 +67,7 @@ class Answered(Event):
     start_id: str = ""
     """Id of its start; ``""``: not queried."""
     held: frozenset[str] | None = None
-    """The adapters that it holds; ``None``: it serves none."""
+    """Its adapters; ``None``: it serves none."""
     confirmed: bool = False
     """Whether the serving servers have been polled since."""
 
@@ -325,7 +325,7 @@ class Suspected(Event):
     """A request has failed, or a caller wants to poll servers."""
 
     url: str | None = None
-    """The server; ``None``: each one."""
+    """The server; ``None``: each server."""
 
     def _apply(self, step: Step) -> None:
         step.suspect(self.url)
@@ -378,7 +378,7 @@ class UpdateEnded(Event):
             # The update may have formed its process group after it had joined.
             step.set(weights=step.state.weights.begin_membership_epoch())
         for replica in step.state.running if self.version is not None else ():
-            # A server that was restarted during the update has not taken part.
+            # A server restarted during the update has not taken part.
             took_part = updated.get(replica.url, self) is replica.handle
             version = self.version if self.version and took_part else ""
             foreign = "" if took_part else replica.foreign_version

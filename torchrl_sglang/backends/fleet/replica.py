@@ -18,7 +18,7 @@ REMOVED = "removed"
 """Address of a removed server in the directory."""
 
 LEAVING = "#leaving"
-"""Suffix of the address of a server that gets no new requests."""
+"""Suffix of the address of a server without new requests."""
 
 
 class NotStartedError(ServerStartError):
@@ -26,7 +26,7 @@ class NotStartedError(ServerStartError):
 
 
 class ServerHandle(Protocol):
-    """A server that this engine started, wherever it runs."""
+    """A server of this engine, wherever it runs."""
 
     @property
     def url(self) -> str:
@@ -58,7 +58,7 @@ class ServerHandle(Protocol):
     def check_ready(self) -> bool:
         """Returns whether the server serves; raises ServerStartError if it never will.
 
-        That is a :class:`NotStartedError` if it was stopped before.
+        For a server stopped before, it is a :class:`NotStartedError`.
         """
 
     def wait_ready(self) -> None:
@@ -89,7 +89,7 @@ class Location:
     gpus: tuple[str, ...] | None
     """GPUs of its ranks, in order; none on CPU; ``None``: unknown."""
     visible_gpus: tuple[str, ...] | None
-    """GPUs that the server's processes see."""
+    """Visible GPUs of the server's processes."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -105,7 +105,7 @@ class Replica:
     restart: Callable[[], ServerHandle] | None = None
     """Begins a restart, on this machine or another."""
     release: Callable[[], object] | None = None
-    """Releases the reservation of a server that was stopped for good."""
+    """Releases the reservation of a permanently stopped server."""
     locate: Callable[[], Location] | None = None
     """Returns the place of the server."""
     location: Location | None = None
@@ -125,13 +125,13 @@ class Replica:
     start_id: str = ""
     """Differs after each start; see :class:`.ServerCapabilities`."""
     version: str = ""
-    """Weight version that it reported last; empty: not queried."""
+    """Last reported weight version; empty: not queried."""
     foreign_version: str = ""
     """Weight version from another sender before it joined; empty: none."""
     held_adapters: frozenset[str] = frozenset()
-    """LoRA adapters that it holds, under the servers' names."""
+    """Its LoRA adapters, under the servers' names."""
     released: frozenset[str] = frozenset()
-    """Kinds of memory that it released. A second release ends a server."""
+    """Released kinds of memory. A second release ends a server."""
 
     @property
     def runs(self) -> bool:
@@ -158,7 +158,7 @@ class Replica:
         return replace(self, held_adapters=added | (adapters - dropped))
 
     def with_adapter(self, served_as: str) -> Replica:
-        """Returns the server with one more adapter."""
+        """Returns the server with an added adapter."""
         return replace(self, held_adapters=self.held_adapters | {served_as})
 
     def without_handle(self) -> Replica:
@@ -253,11 +253,11 @@ class Directory(Protocol):
         """
 
     async def urls(self) -> Sequence[str]:
-        """Returns the addresses that were published last, or raises an SGLangError."""
+        """Returns the last published addresses, or raises an SGLangError."""
 
 
 class StartMore(Protocol):
-    """Starts more servers for an engine that runs."""
+    """Starts more servers for a running engine."""
 
     def __call__(
         self,

@@ -54,7 +54,7 @@ class Resize:
 
     ``sent_to`` returns the number of this process's requests at an address; ``evict``
     aborts a server's requests, so that they move elsewhere; ``poll`` polls the servers
-    that are out of rotation.
+    out of rotation.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Resize:
         return await fan_out(ask, urls)
 
     def _look_at(self, replicas: Sequence[Replica]) -> tuple[str, ...]:
-        """Polls joined servers, so that they serve; returns their addresses."""
+        """Polls joined servers to let them serve; returns their addresses."""
         urls = tuple(replica.url for replica in replicas)
         self._fleet.drop_remote_router()
         run_sync(self._poll())
@@ -187,7 +187,7 @@ class Resize:
             )
 
     def _choose(self, count: int) -> tuple[str, ...]:
-        """Returns the servers whose removal costs least: idle ones, then the newest."""
+        """Returns the cheapest servers to remove: idle servers, then the newest."""
         stay = [r for r in self._fleet.replicas if r.state != "leaving"]
         stay.sort(key=lambda replica: (replica.state == "serving", -replica.rank))
         if count > len(stay):

@@ -1,4 +1,4 @@
-"""Events of servers that join or leave a running engine, as pure transitions.
+"""Events of joining and leaving servers, as pure transitions.
 
 A joining server serves when it holds the current weights: it is polled first, like a
 restarted server. A leaving server finishes its requests before it is removed, and takes
@@ -68,7 +68,7 @@ class LeaveBegan(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveGivenUp(Event):
-    """Servers that were leaving stay; they are polled before they serve again."""
+    """Leaving servers stay; they are polled before they serve again."""
 
     ranks: frozenset[int]
     """Their ranks."""
@@ -119,7 +119,7 @@ def join(step: Step, replica: Replica, rank: int) -> None:
 
 
 def leave(step: Step, replica: Replica) -> None:
-    """Removes a server; requests that still wait for it move elsewhere."""
+    """Removes a server; its waiting requests move elsewhere."""
     remaining = (m for m in step.state.replicas if m.rank != replica.rank)
     past = step.state.past_restarts + replica.restarts
     step.set(replicas=tuple(remaining), past_restarts=past)
@@ -133,7 +133,7 @@ def leave(step: Step, replica: Replica) -> None:
 
 
 def _begin_membership_epoch(step: Step) -> None:
-    # An update's process group consists of the servers that ran when it began, and the
+    # An update's process group consists of the running servers at its begin, and the
     # next epoch begins at its end.
     if step.state.updating is None:
         step.set(weights=step.state.weights.begin_membership_epoch())

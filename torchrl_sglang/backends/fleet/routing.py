@@ -16,7 +16,7 @@ MOST_COMPARED = 32
 """Most servers whose sessions are compared for a new session."""
 
 FAILURE_SECONDS = 1.0
-"""A server that failed is chosen last for this long."""
+"""A failed server is chosen last for this long."""
 
 _NEVER = 4
 
@@ -36,7 +36,7 @@ class Routing:
         self._turn = 0
 
     def failed(self, url: str) -> None:
-        """Records that a request to a server failed."""
+        """Records a failed request to a server."""
         self._failed_at[url] = time.monotonic()
 
     def choose(

@@ -1,8 +1,7 @@
 """Sleep and wake-up: servers release GPU memory for a trainer on the same GPU.
 
 A server ends when it gets a request to release memory while a request runs, to release
-memory twice, or to resume memory that it has not released. So the order of the calls
-is::
+memory twice, or to resume memory without a release. So the order of the calls is::
 
     sleep:    refuse new requests -> drain or abort -> pause -> release
     wake_up:  resume memory -> continue generation
@@ -36,7 +35,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import PauseMode, ServerCapabilities
 
 MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
-"""The kinds of memory that SGLang can release."""
+"""SGLang's kinds of releasable memory."""
 
 DRAIN_TIMEOUT_SECONDS = 60.0
 """Default timeout for requests to end before a server is put to sleep."""
@@ -60,7 +59,7 @@ def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
 
 
 def check_can_sleep(capabilities: ServerCapabilities, url: str) -> None:
-    """Checks that the servers were started with the options for sleep."""
+    """Checks the servers' options for sleep."""
     if not capabilities.can_sleep:
         name, value, needed = next(sleep_obstacles(capabilities.args))
         raise UnsupportedByServerError(
@@ -195,7 +194,7 @@ class SleepControl:
     async def _notice_restarts(self) -> None:
         """Discovers restarts by other owners: a restarted server has its memory.
 
-        SGLang ends on a request to resume memory that it has not released.
+        SGLang ends on a request to resume memory without a release.
         """
 
         async def ask(replica: Replica) -> None:

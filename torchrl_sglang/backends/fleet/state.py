@@ -103,20 +103,20 @@ class FleetState:
 
     @cached_property
     def serving(self) -> tuple[str, ...]:
-        """Servers that get requests."""
+        """Servers in rotation."""
         return tuple(r.url for r in self.replicas if r.state == "serving")
 
     @property
     def restarting(self) -> list[str]:
-        """Servers that have ended and are being restarted."""
+        """Ended servers, being restarted."""
         return [r.url for r in self.replicas if r.state == "down" and self.owns(r)]
 
     @property
     def to_poll(self) -> list[Replica]:
-        """Servers that are out of rotation or suspected; in a copy with inconsistent
-        weights, all of them.
+        """Servers out of rotation or suspected; in a copy with inconsistent weights,
+        all of them.
 
-        Owned servers that ended are excluded: they are restarted.
+        Ended servers of this engine are excluded: they are restarted.
         """
         return [
             replica
@@ -176,7 +176,7 @@ class FleetState:
 
     @property
     def most_adapters(self) -> int:
-        """Number of adapters that the fullest server holds, or may be loading."""
+        """Number of adapters on the fullest server, possible loads included."""
         places = set(self.adapters.sending)
         for replica in self.running:
             places |= {(replica.rank, adapter) for adapter in replica.held_adapters}
@@ -212,7 +212,7 @@ class FleetState:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A sentence on each server that does not serve, at most the first few."""
+        """A sentence on each server out of service, at most the first few."""
         away = (r for r in self.replicas if r.state != "serving" or r.unreachable)
         return tuple(some_of(map(_problem, away)))
 

@@ -37,7 +37,7 @@ FAMILIES = (
 """Values of ``model_type`` whose linear layers the encoding supports."""
 
 _SET = ("quantization", "load_format")
-"""Arguments of a server that ``rollout_dtype="fp8"`` sets."""
+"""Arguments of a server with ``rollout_dtype="fp8"``."""
 
 
 UNFILLED = (

@@ -27,7 +27,7 @@ LEAST_MEMORY = 60 * 1024
 requests."""
 
 LEAST_HEADROOM = 10 * 1024
-"""Least memory, in MiB, that SGLang leaves on such a GPU for activations and graphs."""
+"""SGLang's least free memory on such a GPU for activations and graphs, in MiB."""
 
 OTHERS = (
     "cuda_graph",

@@ -1,8 +1,8 @@
 """The environment of a server or a router, without the trainer's rank variables.
 
 A trainer is often one of many ranks, and its launcher passes its rank in variables. A
-server that inherits them acts as a rank: with torchrun's
-``TORCHELASTIC_USE_AGENT_STORE=True``, SGLang waits for a store that nobody hosts. The
+server with these variables acts as a rank: with torchrun's
+``TORCHELASTIC_USE_AGENT_STORE=True``, SGLang waits for a store without a host. The
 variables of known launchers are listed here and not inherited. Everything else is:
 ``PATH``, ``HOME``, and the user's settings for CUDA, NCCL, Hugging Face, proxies and
 SGLang. A server with its own Python does not inherit the trainer's search path.
@@ -46,7 +46,7 @@ LAUNCHER_VARIABLES: Mapping[str, str] = {
     # These make a process a kernel of the notebook's server, and need its packages.
     "Jupyter": "JPY_* MPLBACKEND=module://*inline*",
 }
-"""Launcher -> its variables that are not inherited, separated by spaces.
+"""Launcher -> its variables to drop, separated by spaces.
 
 ``*`` matches any text. ``NAME=value`` matches only this value.
 """
@@ -62,7 +62,7 @@ INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
 def inherited_environment(
     environment: Mapping[str, str], *, own_python: bool
 ) -> dict[str, str]:
-    """Returns the variables that a server inherits from a trainer's.
+    """Returns the variables for a server, from a trainer's.
 
     ``own_python``: the server's interpreter differs from the trainer's.
     """

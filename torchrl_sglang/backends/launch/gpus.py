@@ -5,7 +5,7 @@ They are counted without initializing CUDA, so that the trainer can fork.
 A server is confined to its GPUs with ``CUDA_VISIBLE_DEVICES``, not with SGLang's
 ``base_gpu_id`` and ``gpu_id_step``: those select evenly spaced GPUs only, let every
 process of the server open a context on the trainer's GPU, and support no UUIDs. NCCL
-(since CUDA 10.1) reaches GPUs that its own process does not see: between two H200s a
+(since CUDA 10.1) reaches GPUs hidden from its own process: between two H200s a
 broadcast runs at 367 GB/s whether or not each side sees the other's.
 """
 
@@ -25,14 +25,14 @@ _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 _SIZES = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Variable that confines a process to some GPUs."""
+"""Variable with the visible GPUs of a process."""
 
 ASK_SECONDS = 60.0
 """Timeout of nvidia-smi."""
 
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
-    """Returns the number of GPUs that a server takes on this machine."""
+    """Returns a server's number of GPUs on this machine."""
     tensor, pipeline, data, nodes = check_sizes(arguments)
     # Data-parallel attention shares the tensor-parallel GPUs; plain copies do not.
     copies = 1 if arguments.get("enable_dp_attention") else data
@@ -116,7 +116,7 @@ def assign_devices(
 def device_environment(
     devices: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns variables that confine a server to GPUs; none: all visible GPUs."""
+    """Returns variables to confine a server to GPUs; none: all visible GPUs."""
     # Both ends of a communicator must agree, and SGLang's own default is 0.
     variables = {"NCCL_CUMEM_ENABLE": environment.get("NCCL_CUMEM_ENABLE", "0")}
     if devices:

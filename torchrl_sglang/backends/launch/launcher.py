@@ -39,7 +39,7 @@ MOST_TOLD = 4
 """Most servers with such a log line; a remote server's log is fetched for it."""
 
 PHASE_LINES = 100
-"""Last lines of a server's log that are searched for its phase."""
+"""Last lines of a server's log, searched for its phase."""
 
 
 ParallelStart = bool | Literal["staggered"] | None
@@ -54,9 +54,9 @@ class Launcher(abc.ABC):
     num_servers: int
     """Number of servers."""
     at_once: int = 1
-    """Number of servers that start at the same time."""
+    """Number of concurrently starting servers."""
     api_key: str | None = None
-    """Key that all servers require; ``None``: no key."""
+    """Key of all servers; ``None``: no key."""
     directory: Directory | None = None
     """Addresses for copies of the engine; ``None`` if no server ever moves."""
 
@@ -70,7 +70,7 @@ class Launcher(abc.ABC):
         """Begins to start a server; does not wait until it is ready."""
 
     def restart(self, rank: int) -> ServerHandle:
-        """Begins to restart a server that has ended; returns its own handle.
+        """Begins to restart an ended server; returns its own handle.
 
         Its address may change and is known when it is ready; then there is a
         :attr:`directory`. By default, its start is repeated.
@@ -104,7 +104,7 @@ class Launcher(abc.ABC):
         )
 
     def remove(self, rank: int) -> None:  # noqa: B027 - Not every launcher reserves.
-        """Releases the reservation of a server that was stopped for good."""
+        """Releases the reservation of a permanently stopped server."""
 
     def where(self, rank: int) -> Location:
         """Returns the current or last place of a server. By default it is unknown."""

@@ -45,13 +45,13 @@ from torchrl_sglang.support.urls import LOOPBACK
 from torchrl_sglang.types import WeightLoader
 
 CORES_PER_START = 2
-"""Processes of a starting server that are busy with imports."""
+"""Processes of a starting server, busy with imports."""
 
 PORT_SECONDS = 15.0
 """Timeout for the port of an ended server to become free."""
 
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
-"""Arguments that are counted up per server, so that samples differ."""
+"""Arguments counted up per server, so that samples differ."""
 
 
 class LocalPlacement:
@@ -88,7 +88,7 @@ def make_sglang_server(
     weight_loader: WeightLoader = "sglang",
     **server_args: Any,
 ) -> ServerProcess:
-    """Starts one SGLang server and waits until it is ready.
+    """Starts an SGLang server and waits until it is ready.
 
     The server listens on loopback, unless ``host`` is given; other hosts need an
     ``api_key``, which no other user of this machine sees.
@@ -244,7 +244,7 @@ class LocalLauncher(Launcher):
         return self._run(rank, self._commands.pop(rank))
 
     def restart(self, rank: int) -> ServerProcess:
-        """Begins to restart a server that has ended, at the same address."""
+        """Begins to restart an ended server, at the same address."""
         spec = self._specs[rank]
         # The command refuses a port in use.
         wait_for_port(spec.get("host") or LOOPBACK, spec["port"], timeout=PORT_SECONDS)
@@ -257,7 +257,7 @@ class LocalLauncher(Launcher):
         )
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases the ports of servers that were not started."""
+        """Stops servers, and releases the ports of unstarted servers."""
         try:
             stop_all(servers)
         finally:
@@ -329,7 +329,7 @@ def more_specs(
     cuda_devices: Sequence[Any] | None,
     available: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """Returns the arguments of servers that are added to ``running`` others.
+    """Returns the arguments of servers added to ``running`` others.
 
     Their ranks begin at ``first``; ``available`` are the free GPUs.
     """

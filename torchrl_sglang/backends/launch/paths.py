@@ -21,7 +21,7 @@ _READ = re.compile(
 template."""
 
 _WRITTEN = re.compile(r"(_dir|_folder|storage_path|save_path|export_path)$")
-"""Arguments that always name a folder, which need not exist yet."""
+"""Arguments for folders, which need not exist yet."""
 
 
 def absolute_paths(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def lease_neighbours(host: str, count: int) -> tuple[PortLease, ...]:
 
 
 def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:
-    """Leases a port that must be free on all hosts; None: it is in use."""
+    """Leases a port free on all hosts; None: it is in use."""
     try:
         lease = PortLease(int(str(port)))
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def _try_to_lease(port: object, hosts: Sequence[str]) -> PortLease | None:
 
 
 def find_free_port(host: str = "127.0.0.1", *, among: Sequence[int] = PORTS) -> int:
-    """Returns a port that is neither in use nor leased, without a reservation."""
+    """Returns a free port without a lease, and without a reservation."""
     lease = lease_port(host, among=among)
     lease.release()
     return lease.port

@@ -95,14 +95,14 @@ def short_folder(usual: str | None = None) -> str:
 
 
 def stop_unreachable() -> None:
-    """Stops servers that only reference cycles hold: they occupy GPUs."""
+    """Stops servers held only by reference cycles: they occupy GPUs."""
     if _LIVING:
         gc.collect()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """Command line and environment of one process that serves HTTP."""
+    """Command line and environment of an HTTP server process."""
 
     line: tuple[str, ...]
     """Program and arguments, visible to other users of the machine."""
@@ -113,9 +113,9 @@ class Command:
     config: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Secret arguments; a file has them until the server is ready."""
     hidden: tuple[str, ...] = field(default=(), repr=False)
-    """Texts, such as keys, that messages must hide."""
+    """Texts to hide in messages, such as keys."""
     leases: tuple[PortLease, ...] = ()
-    """Ports that the server listens on; released at the server's end."""
+    """Ports of the server; released at its end."""
     when_ready: str | None = None
     """Path of a request when the server is ready; its outcome is ignored."""
 

@@ -1,4 +1,4 @@
-"""ServerHost: the Ray actor that runs a server on its node.
+"""ServerHost: the Ray actor of a server on its node.
 
 It does the work of a launcher on one machine: it checks the arguments, leases the
 ports, starts the process tree with its watchdog and reads its log. The tree ends with
@@ -28,26 +28,26 @@ END_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostInfo:
-    """Machine and GPUs that Ray gave an actor."""
+    """Machine and GPUs of an actor, by Ray's choice."""
 
     node_id: str
     """Ray's name of the node."""
     address: str
     """Address at which the other nodes reach it."""
     gpus: tuple[str, ...]
-    """GPUs that Ray assigned, under the names of ``CUDA_VISIBLE_DEVICES``."""
+    """Assigned GPUs, under the names of ``CUDA_VISIBLE_DEVICES``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedServer:
-    """A server that is ready to be started."""
+    """A server, ready to be started."""
 
     url: str
     """Address of the server."""
     gpus: tuple[str, ...] | None
     """GPUs of its ranks on this node; ``None``: unknown."""
     visible_gpus: tuple[str, ...] | None
-    """GPUs that the server's processes see."""
+    """Visible GPUs of the server's processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from torchrl_sglang.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Resources that a server needs on each of its nodes."""
+    """Resources of a server on each of its nodes."""
 
     nodes: int = 1
     """Number of its nodes."""
@@ -77,13 +77,13 @@ class Seat:
     bundle: int
     """Index of the bundle in the placement group."""
     gpus: float
-    """GPUs of the bundle that the actor takes."""
+    """The actor's GPUs of the bundle."""
     resources: Mapping[str, float]
     """Other resources of the seat, ``"CPU"`` among them."""
 
 
 Seats = Sequence[Sequence[Seat]]
-"""Seats of one server, by node."""
+"""Seats of a server, by node."""
 
 
 def own_seats(demand: Demand, count: int) -> list[Seats]:
@@ -212,7 +212,7 @@ def _too_few(
 def shortage(
     bundles: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]
 ) -> str | None:
-    """Returns a sentence on the resources that a cluster lacks; ``None``: none.
+    """Returns a sentence on a cluster's missing resources; ``None``: none.
 
     ``nodes`` has each node's total resources.
     """

@@ -44,7 +44,7 @@ LOG_SECONDS = 5.0
 """Timeout to fetch the end of a log from its node."""
 
 REACH_SECONDS = 10.0
-"""Timeout for this process to reach a server that is ready on its node."""
+"""Timeout for this process to reach a ready server on its node."""
 
 ACTOR_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Otherwise an ending actor kills the watchdog, and the processes below it remain."""
@@ -198,7 +198,7 @@ class RayServers(Launcher):
         return server
 
     def restart(self, rank: int) -> RayServer:
-        """Begins to restart a server that has ended, perhaps on another node."""
+        """Begins to restart an ended server, perhaps on another node."""
         replaced = self._servers[rank]
         # The reserved resources go to the new server.
         replaced.stop()

@@ -75,19 +75,19 @@ ROUTER_ARGUMENTS: Mapping[str, Any] = {
 """Defaults of a router of this package."""
 
 KEYED_POLICIES = ("manual", "consistent_hashing")
-"""Policies that keep requests of one routing key (``X-SMG-Routing-Key``) together."""
+"""Policies with a server per routing key (``X-SMG-Routing-Key``)."""
 
 UNUSABLE_POLICIES: Mapping[str, str] = {
     "bucket": "it is for servers that are split into prefill and decode",
     "prefix_hash": "it answers every request to an HTTP server with status 503",
 }
-"""Router policies that cannot route to these servers, with the reason."""
+"""Router policies unable to route to these servers, with the reason."""
 
 UNUSABLE_ARGUMENTS: Mapping[str, str] = {
     "worker_urls": "give the servers as the first argument",
     "mini_lb": "it is another program, without a worker list",
 }
-"""Router arguments that cannot be given by name here, with the reason."""
+"""Router arguments refused here by name, with the reason."""
 
 _LAUNCHER = Path(__file__).with_name("router_launch.py")
 
@@ -167,7 +167,7 @@ class RouterProcess(ServerProcess, RouterClient):
         return self._missing_workers() == []
 
     def _missing_workers(self) -> list[str] | None:
-        """Returns the workers that are not in rotation; None: no response."""
+        """Returns the workers out of rotation; None: no response."""
         try:
             workers = run_sync(self.workers(timeout=READY_TIMEOUT_SECONDS))
         except SGLangError:
@@ -264,7 +264,7 @@ def _describe(interpreter: str) -> Mapping[str, Any]:
 
 
 def usable_policies(described: Mapping[str, Any]) -> list[str]:
-    """Returns the policies of a router that can route to these servers."""
+    """Returns a router's policies for these servers."""
     return sorted(set(described["policies"]) - UNUSABLE_POLICIES.keys())
 
 

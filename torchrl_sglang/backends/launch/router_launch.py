@@ -1,4 +1,4 @@
-"""Script that runs or describes a router, in the interpreter that has sglang-router.
+"""Script to run or describe a router, in the interpreter with sglang-router.
 
 ::
 

@@ -65,7 +65,7 @@ SERVER_ENVIRONMENT = {
 """Variables of every server."""
 
 SECRETS = ("api_key", "admin_api_key")
-"""Arguments that other users of the machine must not see."""
+"""Arguments hidden from other users of the machine."""
 
 OF_THE_ENGINE = (
     *("num_replicas", "launcher", "cuda_devices", "start_timeout", "parallel_start"),
@@ -276,7 +276,7 @@ def _lease_ports(
 
 
 class ServerFlag(NamedTuple):
-    """One option of a server's command line."""
+    """An option of a server's command line."""
 
     flag: str
     """The option with its dashes."""

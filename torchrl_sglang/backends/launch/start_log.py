@@ -17,7 +17,7 @@ _PHASES = (
     ("Application startup complete", "warming up"),
     ("The server is fired up", "ready"),
 )
-"""Text in SGLang's log -> phase that begins there."""
+"""Text in SGLang's log -> phase begun there."""
 
 _MEMORY = (
     # SGLang counts allocations of other programs as the server's own.
@@ -31,7 +31,7 @@ _MEMORY = (
         "a smaller mem_fraction_static or max_total_tokens",
     ),
 )
-"""SGLang's message about memory -> argument that helps."""
+"""SGLang's message about memory -> helpful argument."""
 
 
 def find_phase(log: str) -> str:

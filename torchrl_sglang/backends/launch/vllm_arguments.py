@@ -160,7 +160,7 @@ REFUSED: Mapping[str, str] = {
     "grpc_mode": _SPEAKS_HTTP,
     "smg_grpc_mode": _SPEAKS_HTTP,
 }
-"""Argument that a server of this package cannot honour -> alternative."""
+"""Argument refused for servers of this package -> alternative."""
 
 _HONOURED: Mapping[str, tuple[object, ...]] = {
     "task": ("auto", "generate"),
@@ -170,14 +170,14 @@ _HONOURED: Mapping[str, tuple[object, ...]] = {
     "lora_dtype": ("auto",),
     "logprobs_mode": ("raw_logprobs",),
 }
-"""Refused argument -> values, beside None and False, that match the behaviour."""
+"""Refused argument -> accepted values, beside None and False."""
 
 ARGUMENTS = (*RENAMED, *CONVERTED, *INERT, *REFUSED)
 """All names that are not simply passed on."""
 
 
 def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments under SGLang's names, without those that have no effect."""
+    """Returns arguments under SGLang's names, without ineffective arguments."""
     translated: dict[str, Any] = {}
     origin: dict[str, str] = {}
     for name, value in arguments.items():

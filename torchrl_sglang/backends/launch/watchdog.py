@@ -40,7 +40,7 @@ trainer has more than the usual 1,024 in flight. SGLang itself needs this number
 
 SHARED_MEMORY = "/dev/shm"
 SHARED_FILES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
-"""Name prefixes of files in this folder that SGLang leaves when it is killed."""
+"""Name prefixes of files in this folder left by a killed SGLang."""
 
 SHARED_POLL_SECONDS = 5.0
 """Interval between searches for the tree's files, which end without a signal."""
@@ -120,7 +120,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def shared_files(pids: list[int]) -> set[str]:
-    """Returns SGLang's files in shared memory that processes have open."""
+    """Returns SGLang's files in shared memory open in processes."""
     beginnings = tuple(f"{SHARED_MEMORY}/{name}" for name in SHARED_FILES)
     open_files: set[str] = set()
     for pid in pids:
@@ -182,7 +182,7 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
 
 
 def _clean_up(command: list[str]) -> None:
-    """Runs a command that removes other resources than processes."""
+    """Runs a command to remove resources other than processes."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
             command,

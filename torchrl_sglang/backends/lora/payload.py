@@ -64,7 +64,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that a server fuses, so that it needs adapters for all of them."""
+"""Modules fused in a server, so that it needs adapters for all of them."""
 
 _UNCHECKED = re.compile(r"\.experts(\.|$)")
 """Modules whose parameters have different names in transformers and in PEFT."""
@@ -150,7 +150,7 @@ def read_folder(
 
 
 def check_config(config: Mapping[str, Any], args: ServerArgs) -> dict[str, Any]:
-    """Returns a configuration for servers; refuses values that they would ignore."""
+    """Returns a configuration for servers; refuses values without an effect there."""
     if not isinstance(config, Mapping):
         raise ConfigurationError(
             f"The configuration of a LoRA adapter is a {type(config).__name__}; give "
@@ -197,7 +197,7 @@ def check_kind(config: Mapping[str, Any]) -> None:
 
 
 def _check_folder(folder: Path, args: ServerArgs) -> None:
-    """Checks the configuration of an adapter that the servers read themselves."""
+    """Checks the configuration of an adapter read by the servers themselves."""
     try:
         config = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError):
@@ -266,7 +266,7 @@ def check_tensors(
 def _pair(
     tensors: Mapping[str, torch.Tensor],
 ) -> tuple[dict[str, dict[str, torch.Tensor]], list[str]]:
-    """Returns module -> tensors of both sides, and the names that do not belong."""
+    """Returns module -> tensors of both sides, and unrelated names."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     problems = []
     for name, value in tensors.items():
@@ -289,7 +289,7 @@ def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list
         return []
     if f"{module}.weight" not in served and module != "lm_head":
         return [f"the served model has no module {module}"]
-    # An output head that is tied to the embedding has its shape.
+    # An output head tied to the embedding has its shape.
     parameter = served.get(f"{module}.weight", served.get("model.embed_tokens.weight"))
     if parameter is None:
         return []

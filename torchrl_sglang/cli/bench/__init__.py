@@ -165,7 +165,7 @@ def plan(
 def _spare_weights(
     actions: tuple[str, ...], urls: list[str], sends: set[str]
 ) -> tuple[str, ...]:
-    """Removes the measurements that send weights."""
+    """Removes the measurements of weight updates."""
     if sends.isdisjoint(actions):
         return actions
     message = (
@@ -185,7 +185,7 @@ def _spare_weights(
 def _open_engine(
     arguments: argparse.Namespace, model: str | None, actions: tuple[str, ...]
 ) -> Iterator[AsyncSGLang]:
-    """Connects to the given server, or starts one."""
+    """Connects to the given server, or starts a server."""
     print("Loading ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.backends.launch.gpus import default_device

@@ -72,7 +72,7 @@ Client = Callable[[Work], Awaitable[Cost]]
 
 
 class OwnLengths:
-    """An engine that generates responses of given lengths, in turn."""
+    """An engine for responses of given lengths, in turn."""
 
     def __init__(self, engine: AsyncSGLang, lengths: Sequence[int]) -> None:
         self._engine = engine
@@ -122,7 +122,7 @@ def measure_collectors(
     update_every: float | None = None,
     pause_mode: PauseMode = "continue",
 ) -> dict[str, Any]:
-    """Returns the tokens per second that arrive in a buffer, and ratios to raw clients.
+    """Returns the tokens per second in a buffer, and ratios to raw clients.
 
     ``clients``, on responses with lengths of :func:`.long_tailed`: raw clients with one
     HTTP request for each prompt (``raw_each``) or for all (``raw``), and
@@ -327,7 +327,7 @@ class _Bench:
         return text
 
     def _get_scheme(self) -> SGLangWeightSyncScheme:
-        """Returns a scheme that sends random weights of the served shapes."""
+        """Returns a scheme for random weights of the served shapes."""
         if self._scheme is None:
             from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -217,7 +217,7 @@ def raw_names(engine: AsyncSGLang) -> list[str]:
 async def raw_clients(
     engine: AsyncSGLang, api_key: str | None
 ) -> AsyncIterator[dict[str, Client]]:
-    """Opens clients with one HTTP request for each prompt, or for all."""
+    """Opens clients with an HTTP request for each prompt, or for all."""
     servers = list(engine.control.urls)
     # A router spreads requests over servers; without one, the client has to.
     targets = servers if engine.server_url in servers else [engine.server_url]
@@ -311,7 +311,7 @@ def _wrapper_client(engine: AsyncSGLang, load: Load) -> Client:
 
 
 def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:
-    """Returns a coroutine function that runs a blocking function in a thread."""
+    """Returns a coroutine function for a blocking function, run in a thread."""
 
     async def client(work: S) -> T:
         return await asyncio.to_thread(function, work)
@@ -322,7 +322,7 @@ def in_thread(function: Callable[[S], T]) -> Callable[[S], Awaitable[T]]:
 def batch_collector(
     engine: AsyncSGLang, size: int, length: int
 ) -> Callable[[Sequence[str]], Any]:
-    """Returns a function that collects a batch of turns of ``size`` queries.
+    """Returns a function to collect a batch of turns of ``size`` queries.
 
     It is an :class:`~torchrl_sglang.SGLangLLMCollector` with TorchRL's ``ChatEnv``.
     """
@@ -340,7 +340,7 @@ def batch_collector(
     )
     policy = SGLangWrapper(engine, generate_kwargs=exact_length(length))
     with warnings.catch_warnings():
-        # The environment lacks a transform that only TorchRL's own wrappers need.
+        # The environment lacks a transform needed only by TorchRL's own wrappers.
         warnings.simplefilter("ignore", FutureWarning)
         collector = SGLangLLMCollector(
             env,

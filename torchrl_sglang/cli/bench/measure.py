@@ -12,7 +12,7 @@ _HOME = {
     "timing": ("Clock", "median_seconds"),
     "transfer": ("random_weights",),
 }
-"""Modules beside this one, and their names for scripts."""
+"""Modules beside this module, and their names for scripts."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Loads, models that need no download, and engines that serve them."""
+"""Loads, models without a download, and engines for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
 FLAGS_VARIABLE = "TORCHRL_SGLANG_BENCH_FLAGS"
-"""Environment variable with further flags of the servers that ``bench`` starts."""
+"""Environment variable with further flags of ``bench``'s servers."""
 
 FIELDS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size"),
@@ -56,7 +56,7 @@ BUILT_IN = (*SMALL_MODELS, *SHAPES, "moe")
 
 
 def option(default: int, text: str) -> Any:
-    """Declares a field that is also an option of the command line."""
+    """Declares a field with an option of the command line."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 

@@ -19,7 +19,7 @@ class Cost:
     processor_seconds: float
     """Processor time of this process."""
     tokens: int = 0
-    """Tokens that arrived."""
+    """Received tokens."""
     updates: int = 0
     """Weight updates during the work."""
     stale: float = 0.0

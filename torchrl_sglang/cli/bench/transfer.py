@@ -58,7 +58,7 @@ def measure_weights(
     bucket_bytes: int = BUCKET_BYTES,
     transport: str = "broadcast",
 ) -> dict[str, Any]:
-    """Replaces the served weights by random ones; returns median seconds.
+    """Replaces the served weights by random weights; returns median seconds.
 
     ``limit`` is the time of equal bytes over the bare link, ``send`` from the first
     bucket to the last response, ``update`` with pause, flush and resume;
@@ -158,7 +158,7 @@ def _watch_memory(gpus: int) -> Iterator[list[int]]:
             memory.extend(a - b for a, b in zip(initial, free(), strict=True))
 
     if gpus:
-        # Memory that this process caches would hide the difference.
+        # Memory cached by this process would hide the difference.
         torch.cuda.empty_cache()
     initial = free()
     thread = threading.Thread(target=watch, daemon=True)

@@ -58,7 +58,7 @@ def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
         RuntimeError: if the packages, or uv, cannot be installed.
     """
     words = list(map(str, arguments))
-    # An installer must see only the environment that it changes.
+    # An installer must see only the changed environment.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     pip = [sys.executable, "-m", "pip"]
     has_pip, configuration = _run([*pip, "config", "list"], variables)
@@ -98,7 +98,7 @@ def _check(words: str, python: str | Path, done: bool, output: str) -> None:
 
 
 def _certificates() -> dict[str, str]:
-    """Returns variables that make uv trust pip's authorities."""
+    """Returns variables to make uv trust pip's authorities."""
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         if bundle := os.environ.get(name):
             return {"SSL_CERT_FILE": bundle}
@@ -110,7 +110,7 @@ def _certificates() -> dict[str, str]:
 
 
 def uv_settings(pip_configuration: str, default_index: str) -> dict[str, str]:
-    """Returns variables that make uv find packages like pip with this configuration."""
+    """Returns variables to make uv find packages like pip with this configuration."""
     words = functools.partial(_words, pip_configuration)
     settings: dict[str, str] = {}
     *first, final = [

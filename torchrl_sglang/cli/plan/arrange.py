@@ -27,10 +27,10 @@ LARGEST_COLOCATED_SHARE, SHARE_STEP = 0.6, 0.05
 or less by steps of this size."""
 
 TOKENS_PER_PASS = (16_384, 8_192, 4_096)
-"""Candidate sizes of a pass; larger ones are hardly faster."""
+"""Candidate sizes of a pass; larger sizes are hardly faster."""
 
 FEWEST_SEQUENCES = 8
-"""Longest sequences that a server's KV cache must hold at once: one group."""
+"""Longest sequences to fit in a server's KV cache at once: a group."""
 
 LARGEST_CLUSTER = 1024
 """Largest cluster in suggestions, in GPUs."""
@@ -87,7 +87,7 @@ class Arrangement:
 
     @property
     def sequences(self) -> int:
-        """Longest sequences that all servers hold at once."""
+        """Longest sequences on all servers at once."""
         return self.replicas * (self.server.tokens // self.work.sequence)
 
     @property
@@ -238,7 +238,7 @@ def _separate(
 
 
 def _roomy(fitting: Sequence[Arrangement]) -> Arrangement | None:
-    """Returns the first arrangement that holds a batch, or else the largest."""
+    """Returns the first arrangement for a whole batch, or else the largest."""
     for option in fitting:
         if option.sequences >= option.work.responses:
             return option
@@ -371,7 +371,7 @@ def _where(found: Arrangement) -> str:
 
 
 def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
-    """Yields alternatives that fit, the smallest change first."""
+    """Yields fitting alternatives, the smallest change first."""
     if work.lora is None:
         adapter = replace(work, lora=16, reference=False)
         for _ in _candidates(shape, cluster, adapter, None, None, None):

@@ -152,7 +152,7 @@ def trainer_memory(
 
 
 def largest_group(shape: Shape) -> int:
-    """Returns the parameters of the largest group that FSDP2 gathers together."""
+    """Returns the parameters of FSDP2's largest group."""
     return max(shape.largest_layer, shape.outside_layers)
 
 
@@ -198,7 +198,7 @@ def pass_memory(
 
 
 def layer_activations(shape: Shape, *, autocast: bool) -> float:
-    """Returns the bytes per token that a layer keeps for its backward pass.
+    """Returns a layer's bytes per token, kept for its backward pass.
 
     Of a decoder layer with RMSNorm, rotary embedding and a gated MLP (Llama,
     https://arxiv.org/abs/2302.13971), as transformers computes it, tensor by tensor:
@@ -239,7 +239,7 @@ def weight_copies(shape: Shape, work: Workload, *, autocast: bool) -> float:
 
 
 def gathered_parameters(shape: Shape) -> int:
-    """Returns the number of parameters that FSDP2 has gathered at a time."""
+    """Returns the number of parameters gathered by FSDP2 at a time."""
     return shape.outside_layers + 2 * shape.largest_layer
 
 

@@ -21,11 +21,11 @@ class Shape:
     name: str
     """Name or folder, as given to a run."""
     parameters: int
-    """Number of parameters; a shared one counts once."""
+    """Number of parameters; shared parameters count once."""
     layers: int
     """Number of decoder layers."""
     largest_layer: int
-    """Parameters of the largest layer, which FSDP2 gathers as one group."""
+    """Parameters of the largest layer, which FSDP2 gathers as a group."""
     largest_parameter: int
     """Values of the largest parameter."""
     linear_features: int
@@ -176,10 +176,10 @@ def _shape_of(name: str, config: Any, model: Any) -> Shape:
 
 
 def _layers_of(model: Any) -> list[Any]:
-    """Returns the modules that FSDP2 shards separately, as ``trainers.models`` does."""
+    """Returns FSDP2's separately sharded modules, as in ``trainers.models``."""
     kinds = getattr(model, "_no_split_modules", None) or ()
     blocks = [module for module in model.modules() if type(module).__name__ in kinds]
-    # A part that is not repeated, such as an embedding, is not a layer.
+    # An unrepeated part, such as an embedding, is not a layer.
     names = Counter(type(module).__name__ for module in blocks)
     layers = [module for module in blocks if names[type(module).__name__] > 1]
     return layers or blocks or [model]
@@ -225,7 +225,7 @@ def _experts_per_token(config: Any) -> int:
 
 
 def _mlp_width(config: Any, hidden: int, experts: int) -> int:
-    """Returns the MLP width for a token; with experts, of the chosen ones."""
+    """Returns the MLP width for a token; with experts, of the chosen experts."""
     dense = _first_of(config, ("intermediate_size", "ffn_dim", "n_inner"))
     if not experts:
         return dense or 4 * hidden

@@ -148,7 +148,7 @@ class InspectAgent:
 
 
 class _Evaluation:
-    """An evaluation of Inspect that receives its samples while it runs."""
+    """An evaluation of Inspect with samples added while it runs."""
 
     def __init__(self, task: Any, max_samples: int, arguments: dict[str, Any]) -> None:
         self._task = task
@@ -338,7 +338,7 @@ def _source_of(evaluation: _Evaluation) -> Any:
 
 
 def _router_of(evaluation: _Evaluation) -> Any:
-    """Returns a solver that sets the session for the later solvers of a sample."""
+    """Returns a solver to set the session for the later solvers of a sample."""
     from inspect_ai.solver import solver
 
     @solver
@@ -353,7 +353,7 @@ def _router_of(evaluation: _Evaluation) -> Any:
 
 
 def _session_model() -> Any:
-    """Returns an Inspect model that routes calls to the current sample's session."""
+    """Returns an Inspect model with routes to the current sample's session."""
     from inspect_ai.model import ModelAPI, get_model, modelapi
 
     class SessionAPI(ModelAPI):

@@ -18,7 +18,7 @@ _WISHES = ("strict", "input_examples")
 
 
 def read_system(given: Any) -> list[Message]:
-    """Returns the system prompt, if there is one.
+    """Returns the system prompt, if any.
 
     Raises:
         ConfigurationError: if it is not text.
@@ -69,7 +69,7 @@ def _result(block: Mapping[str, Any], name: str) -> str:
 
 
 def _text(content: Any, name: str) -> str:
-    """Returns blocks as one text, documents among them."""
+    """Returns blocks as a text, documents among them."""
     if not isinstance(content, list):
         return text_of(content, name)
     return text_of([_as_text(block, name) for block in content], name)

@@ -15,7 +15,7 @@ from torchrl_sglang.gateway.request import Request, Usage
 from torchrl_sglang.gateway.turns import Turn
 
 THINKING = ("enable_thinking", "thinking")
-"""Variables of chat templates that enable thinking."""
+"""Variables of chat templates to enable thinking."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,7 +150,7 @@ class Failure:
     message: str
     """A sentence for the client's user."""
     kind: str
-    """Error type that all dialects share, such as ``"invalid_request_error"``."""
+    """Common error type of all dialects, such as ``"invalid_request_error"``."""
     code: str | None = None
     """Such as ``"context_length_exceeded"``."""
     param: str | None = None

@@ -310,7 +310,7 @@ def tool_calls_of(message: Message) -> list[dict[str, Any]]:
 
 
 KIND = "text_completion"
-"""Object type of an answer that is not a message."""
+"""Object type of an answer other than a message."""
 
 
 class CompletionWriter(Writer):

@@ -117,7 +117,7 @@ def find_runtime(wanted: str | None) -> str:
 def create_command(
     container: Container, name: str, variables: Path, tree: ProcessTree
 ) -> list[str]:
-    """Returns the command that creates a container for a program.
+    """Returns the command to create a container for a program.
 
     Args:
         container: the user's container.
@@ -140,7 +140,7 @@ def create_command(
 
 
 def remove_command(runtime: str, name: str) -> list[str]:
-    """Returns the command that ends and removes a container."""
+    """Returns the command to end and remove a container."""
     # Podman would wait for its program to end by itself; Docker does not.
     at_once = [] if _is_docker(runtime) else ["--time=0"]
     return [runtime, "rm", "--force", "--volumes", *at_once, name]

@@ -76,7 +76,7 @@ class EndedProcess:
     stderr: str
     """The same for errors."""
     dropped_bytes: int
-    """Number of earlier bytes that were dropped."""
+    """Number of dropped earlier bytes."""
     seconds: float
     """Its running time."""
 

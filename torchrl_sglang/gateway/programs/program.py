@@ -1,4 +1,4 @@
-"""``AgentProgram``: an agent that is a command."""
+"""``AgentProgram``: a command as an agent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ INHERITED = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LC_ALL"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR"),
 )
-"""Variables that a program inherits; no keys, and no rank of a trainer."""
+"""Inherited variables of a program; no keys, and no rank of a trainer."""
 
 TOLD_CHARACTERS = 300
 
@@ -54,7 +54,7 @@ class ProgramResult:
     stderr: str
     """The same for errors."""
     dropped_bytes: int
-    """Number of earlier bytes that were dropped; 0: the output is complete."""
+    """Number of dropped earlier bytes; 0: the output is complete."""
     folder: Path
     """Its working folder, which exists until the reward function returns."""
     seconds: float
@@ -238,7 +238,7 @@ class AgentProgram:
         return outcome
 
     def _environment(self, values: Mapping[str, Any]) -> dict[str, str]:
-        """Returns the variables that this class and its user set."""
+        """Returns the variables set by this class and its user."""
         addresses = {
             "OPENAI_BASE_URL": values["base_url"],
             "OPENAI_API_KEY": values["api_key"],

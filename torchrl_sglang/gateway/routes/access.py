@@ -18,7 +18,7 @@ from torchrl_sglang.support.urls import is_loopback
 
 
 class Access:
-    """Finds the session that a request may use.
+    """Finds a request's session.
 
     Args:
         gateway: gateway of the sessions.

@@ -13,14 +13,14 @@ from torchrl_sglang.gateway.turns import Turn
 
 
 class Recorder(Protocol):
-    """Members of a gateway that the routes use."""
+    """Members of a gateway for the routes."""
 
     models: list[str]
     """Names of the model for clients."""
     api_key: str
-    """Key that opens every session."""
+    """Key to every session."""
     dialects: Sequence[Dialect]
-    """Dialects that clients may speak."""
+    """Accepted dialects."""
     open: bool
     """Whether a session's path is sufficient for access."""
     keep_alive_seconds: float
@@ -46,10 +46,10 @@ class Recorder(Protocol):
         """Keeps withdrawn responses again."""
 
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Removes responses that no client has seen."""
+        """Removes responses unseen by any client."""
 
     def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Records that a client has received responses."""
+        """Records responses as received by a client."""
 
     async def written(self) -> None:
         """Waits until all changes are kept."""

@@ -95,7 +95,7 @@ class SessionRoutes:
 
     @property
     def dialects(self) -> Sequence[Dialect]:
-        """Dialects that clients may speak."""
+        """Accepted dialects."""
         return self._gateway.dialects
 
     async def count(
@@ -154,7 +154,7 @@ class SessionRoutes:
         return json_response(_about_model(name))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """Reports that this process serves."""
+        """Reports this process as serving."""
         return json_response({"status": "ok"})
 
     async def answer(

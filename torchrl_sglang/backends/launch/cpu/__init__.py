@@ -35,11 +35,11 @@ PYTHON_VARIABLE = "TORCHRL_SGLANG_PYTHON"
 """Environment variable with the path of another interpreter for SGLang."""
 
 INSTALL_COMMAND = "python -m torchrl_sglang.cli.cpu.install"
-"""The command that makes the environment."""
+"""Command for the environment."""
 
 
 def check_version(version: str) -> str:
-    """Returns a version of SGLang that runs on CPU."""
+    """Returns a version of SGLang for CPU."""
     if version not in VERSIONS:
         raise ConfigurationError(
             f"SGLang {version} is not known to run on CPU; choose one of "
@@ -74,7 +74,7 @@ def engine_python(
 def engine_environment(
     version: str | None = None, python: str | os.PathLike[str] | None = None
 ) -> dict[str, str]:
-    """Returns variables of a server that replace the trainer's."""
+    """Returns a server's replacements of the trainer's variables."""
     overlay = _overlay(engine_python(version, python), version)
     return {
         # Otherwise, the rotary embedding looks for another engine's kernels.
@@ -93,13 +93,13 @@ def engine_environment(
 def launch_command(
     version: str | None = None, python: str | os.PathLike[str] | None = None
 ) -> list[str]:
-    """Returns the command that starts a server, without its flags."""
+    """Returns the command of a server, without its flags."""
     launcher = Path(__file__).with_name("launch.py")
     return [str(engine_python(version, python)), str(launcher)]
 
 
 def default_server_args() -> dict[str, object]:
-    """Returns the arguments that a server on CPU needs, under SGLang's names."""
+    """Returns a CPU server's own arguments, under SGLang's names."""
     return {
         "device": "cpu",
         # Exact log-probs, and faster than bfloat16 on a processor without AMX.

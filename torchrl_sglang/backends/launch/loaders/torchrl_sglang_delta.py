@@ -5,11 +5,11 @@ file stands alone. It has to be on the server's ``PYTHONPATH``::
 
     python -m sglang.launch_server --custom-weight-loader torchrl_sglang_delta.load ...
 
-SGLang calls :func:`load` on every rank, with one message per request. The messages of
-an update are numbered from 0, and the last is marked. A full update brings whole
-tensors, which go through the model's own ``load_weights``; the destinations of its
-copies are recorded. A later update can bring only changed elements, which go straight
-to these destinations, as differences of the bit patterns, so that the result is exact.
+SGLang calls :func:`load` on every rank, with a message per request. The messages of an
+update are numbered from 0, and the last is marked. A full update brings whole tensors,
+which go through the model's own ``load_weights``; the destinations of its copies are
+recorded. A later update can bring only changed elements, which go straight to these
+destinations, as differences of the bit patterns, so that the result is exact.
 
 SGLang ends when a loader raises, and answers "Success" otherwise. So nothing is raised
 here, and the sender queries ``/get_weights_by_name`` for the name :data:`STATE`.
@@ -101,7 +101,7 @@ class UpdateState:
         self.routes: dict[int, list[CopyRoute]] = {}
         """Copy routes of each tensor; tensors without an entry are unknown."""
         self.unclear: set[int] = set()
-        """Tensors that loading computes on, besides copying."""
+        """Tensors of computations in loading, besides copies."""
         self.parts: dict[int, tuple[torch.Tensor, int]] = {}
         """Partial tensors, and the number of received elements."""
         self.fingerprint: list[int] = []
@@ -221,7 +221,7 @@ class UpdateState:
     def _whole(
         self, entries: Iterator[tuple[Mapping[str, Any], torch.Tensor]]
     ) -> Iterator[list[tuple[int, torch.Tensor]]]:
-        """Yields the tensors that are complete with a message."""
+        """Yields the tensors completed by a message."""
         ready: list[tuple[int, torch.Tensor]] = []
         for entry, values in entries:
             number, begin = entry["tensor"], entry["begin"]
@@ -328,7 +328,7 @@ class PlaceRecorder(TorchDispatchMode):
         }
 
     def _number_of(self, value: Any) -> tuple[int, torch.Tensor] | None:
-        """Returns the given tensor that a tensor is a view of."""
+        """Returns the base of a view among given tensors."""
         if not isinstance(value, torch.Tensor):
             return None
         return self._given.get(value.untyped_storage().data_ptr())
@@ -464,7 +464,7 @@ def _decompress(body: bytes, codec: str) -> bytes:
 
 
 def _find_group() -> Any:
-    """Returns the group of ranks that share the model; None for a single rank."""
+    """Returns the group of the model's ranks; None for a single rank."""
     try:
         group = importlib.import_module("sglang.srt.distributed").get_tp_group()
     except (ImportError, AssertionError):

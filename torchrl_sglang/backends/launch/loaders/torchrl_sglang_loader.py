@@ -1,4 +1,4 @@
-"""Loads weights into a served model by copies that were traced once.
+"""Loads weights into a served model by copies traced once.
 
 A module for ``--custom-weight-loader torchrl_sglang_loader.load``. It runs in the
 schedulers of a server, whose Python does not have ``torchrl_sglang``, so the file
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 logger = logging.getLogger(__name__)
 
 QUESTION = "torchrl_sglang_loader"
-"""Prefix of names that query this module, not parameters."""
+"""Prefix of queries of this module, instead of parameters."""
 
 LARGE_BYTES = 8 << 20
 """Smaller runs of memory are copied by one kernel for many, at 0.63 of the speed of a
@@ -76,7 +76,7 @@ class Destination:
 
 @dataclass(slots=True)
 class CopyStep:
-    """One copy into a parameter, or a value that fills a part of it."""
+    """A copy into a parameter, or a value for a part of it."""
 
     place: Destination
     """The parameter."""
@@ -272,11 +272,11 @@ class LoaderState:
     """Loader state of one model."""
 
     plans: dict[Spec, Plan] = field(default_factory=dict)
-    """Copies of the tensors that were traced."""
+    """Copies of the traced tensors."""
     layouts: dict[tuple[Spec, ...], list[tuple[torch.dtype, CopyStep]]] = field(
         default_factory=dict
     )
-    """Copies from runs of bytes, by the tensors that these hold."""
+    """Copies from runs of bytes, by the tensors in these."""
     places: dict[int, Destination] = field(default_factory=dict)
     """Target parameters, by identity."""
     untraced: str = ""
@@ -467,7 +467,7 @@ def make_copies(pairs: Iterable[tuple[torch.Tensor, CopyStep]]) -> Copies:
 def join_steps(
     pairs: Iterable[tuple[torch.Tensor, CopyStep]],
 ) -> list[tuple[torch.Tensor, CopyStep]]:
-    """Merges steps that are adjacent in memory."""
+    """Merges steps adjacent in memory."""
     scattered: list[tuple[torch.Tensor, CopyStep]] = []
     runs: list[tuple[torch.Tensor, torch.Tensor, CopyStep]] = []
     for tensor, step in pairs:
@@ -568,7 +568,7 @@ def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> 
 def copy_again(
     model: Any, state: LoaderState, order: Any, content: torch.Tensor
 ) -> None:
-    """Loads from memory that is already open."""
+    """Loads from open memory."""
     memory = state.kept
     valid = all(place.is_valid() for place in state.places.values())
     if memory is None or memory.number != order["memory"] or not valid:
@@ -636,7 +636,7 @@ _WATCHED: set[int] = set()
 def watch_sender(pid: int, began: str | None) -> bool:
     """Closes a sender's memory when its process ends; returns whether it can.
 
-    Memory that is open here is not freed when the sender ends.
+    Memory open here is not freed when the sender ends.
     """
     if began is None or process_start(pid) != began:
         # A process of another container, which numbers its own.
@@ -754,7 +754,7 @@ def _abandon(name: str) -> None:
 
 
 def whole_place(spec: Spec, plan: Plan) -> torch.Tensor | None:
-    """Returns the part of a parameter that takes a whole tensor unchanged, if any."""
+    """Returns a parameter's part for a whole unchanged tensor, if any."""
     if len(plan) != 1 or plan[0].fill is not None:
         return None
     step = plan[0]
@@ -766,7 +766,7 @@ def whole_place(spec: Spec, plan: Plan) -> torch.Tensor | None:
 
 
 class _GroupedBroadcasts:
-    """Starts all broadcasts of a block as one NCCL group."""
+    """Starts all broadcasts of a block as an NCCL group."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self._group, self._device = group, device

@@ -30,7 +30,7 @@ class _TextEvents:
     """Field of the events with the part's index."""
 
     def holder(self, item: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the object that contains the text."""
+        """Returns the object with the text."""
         holder: Mapping[str, Any] = item if self.parts is None else item[self.parts][0]
         return holder
 

@@ -375,7 +375,7 @@ def _custom_arguments(text: Any, call_id: str, where: str) -> dict[str, Any]:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """Returns the text of reasoning, from any field that the client has kept."""
+    """Returns the text of reasoning, from any field kept by the client."""
     if item.get("content"):
         return _texts(item["content"], where)
     encoded = item.get("encrypted_content")

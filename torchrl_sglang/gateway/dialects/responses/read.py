@@ -40,7 +40,7 @@ _ABOUT = frozenset(
     {
         *("service_tier", "access_programs", "background_options"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        # For tools that OpenAI's servers run, and images.
+        # For tools on OpenAI's servers, and images.
         *("max_tool_calls", "image"),
         # Padding against eavesdroppers.
         "stream_options",
@@ -64,7 +64,7 @@ _HINTS = {
 """Field -> template variables with its meaning."""
 
 _WISHES: dict[str, tuple[Any, ...]] = {
-    # A conversation that is too long is refused, never truncated.
+    # Too long conversations are refused, never truncated.
     "truncation": (None, "disabled"),
     "context_management": (None, []),
     "reasoning.context": (None, "auto"),
@@ -95,7 +95,7 @@ ECHOED = (
     *("safety_identifier", "store", "temperature", "text", "tool_choice"),
     *("top_logprobs", "top_p", "truncation", "user", "include"),
 )
-"""Fields of a request that its response repeats."""
+"""Fields of a request repeated in its response."""
 
 
 def read_response(body: Any, recall: Recall = lambda name: None) -> Request:

@@ -16,7 +16,7 @@ INPUT = "input"
 """Argument of a custom tool."""
 
 _LEFT_OUT = ("web_search", "tool_search")
-"""Tools of OpenAI's models that Codex always declares; they are not offered."""
+"""Tools of OpenAI's models always declared by Codex; they are not offered."""
 
 _TOLD = ("name", "description", "parameters", "strict")
 """Fields of a function in the prompt, in this order."""
@@ -29,7 +29,7 @@ class Tool:
     name: str
     """The client's name."""
     namespace: str | None = None
-    """The client's namespace, if the tool has one."""
+    """The client's namespace of the tool, if any."""
     is_custom: bool = False
     """Whether it takes a text instead of arguments."""
     declared: Mapping[str, Any]
