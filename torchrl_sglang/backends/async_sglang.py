@@ -28,11 +28,7 @@ from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
 from torchrl_sglang.backends.client.router import find_servers
 from torchrl_sglang.backends.fleet.adapter_calls import AdapterCalls
 from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
-from torchrl_sglang.backends.fleet.loop import (
-    PROGRESS_SECONDS,
-    Supervisor,
-    revive,
-)
+from torchrl_sglang.backends.fleet.loop import Supervisor, WatchTimes, revive
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.observe import ServerPoller, ask_stats, discover
 from torchrl_sglang.backends.fleet.reconcile import Suspected
@@ -115,7 +111,7 @@ class Settings:
     max_in_flight: int = MAX_IN_FLIGHT
     max_attempts: int = MAX_ATTEMPTS
     max_restarts: int = MAX_RESTARTS
-    progress_timeout: float = PROGRESS_SECONDS
+    progress_timeout: float = WatchTimes.progress
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -220,7 +216,7 @@ class AsyncSGLang(TorchRLCalls):
                 find,
             ),
             max_restarts=self._settings.max_restarts,
-            progress_seconds=self._settings.progress_timeout,
+            times=WatchTimes(progress=self._settings.progress_timeout),
         )
         self._resize = Resize(
             self._fleet,
@@ -259,7 +255,7 @@ class AsyncSGLang(TorchRLCalls):
         max_in_flight: int = MAX_IN_FLIGHT,
         max_attempts: int = MAX_ATTEMPTS,
         max_restarts: int = MAX_RESTARTS,
-        progress_timeout: float = PROGRESS_SECONDS,
+        progress_timeout: float = WatchTimes.progress,
         deterministic: bool = False,
         rollout_dtype: str | None = None,
         weight_loader: WeightLoader = "sglang",

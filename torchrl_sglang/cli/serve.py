@@ -23,8 +23,6 @@ from torchrl_sglang.errors import ServerDiedError
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-POLL_SECONDS = 1.0
-
 DESCRIPTION = """\
 Starts SGLang servers for MODEL and keeps them until SIGINT (Ctrl-C) or SIGTERM.
 
@@ -128,7 +126,7 @@ def announce(
 def wait(engine: AsyncSGLang) -> NoReturn:
     """Waits for an interrupt; raises when all servers are lost."""
     while True:
-        time.sleep(POLL_SECONDS)
+        time.sleep(1.0)
         # A server whose restart failed was stopped.
         ended = ("dead", "stopped")
         if any(server.state not in ended for server in engine.servers):

@@ -21,9 +21,6 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
-SHARE_TIMEOUT_SECONDS = 7200.0
-"""Default timeout of a rank that waits for the others."""
-
 
 class SharedCollector:
     """One collector for several ranks of a trainer, as under ``torchrun``.
@@ -83,7 +80,7 @@ class SharedCollector:
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         prepare: Callable[[Any], Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
-        timeout: float = SHARE_TIMEOUT_SECONDS,
+        timeout: float = 7200.0,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
             raise ConfigurationError(

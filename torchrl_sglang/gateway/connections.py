@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
 from torchrl_sglang.support.log import torchrl_logger
-
-HEADER_SECONDS = 30.0
-"""Timeout of a new connection for the headers of a request with a key."""
 
 MOST_STRANGERS = 256
 """Most connections without a key; a new connection replaces the oldest."""
@@ -27,10 +25,21 @@ _NO_FILES = "socket.accept() out of system resource"
 """Message of asyncio for an unacceptable connection, once a second."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClientTimeouts:
+    """Timeouts of a gateway's clients, in seconds."""
+
+    headers: float = 30.0
+    """Timeout of a new connection for the headers of a request with a key."""
+    body: float = 120.0
+    """Timeout of the body of a request."""
+
+
 class Strangers:
     """Connections whose clients have not presented a key, for one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeouts: ClientTimeouts = ClientTimeouts()) -> None:
+        self.timeouts = timeouts
         # Time at which each was accepted.
         self._accepted: dict[web.RequestHandler, float] = {}
 
@@ -39,7 +48,7 @@ class Strangers:
         loop = asyncio.get_running_loop()
         connection = server()
         self._accepted[connection] = loop.time()
-        loop.call_later(HEADER_SECONDS, self._close, connection)
+        loop.call_later(self.timeouts.headers, self._close, connection)
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         limit = min(MOST_STRANGERS, int(files * SHARE_OF_FILES))
         if len(self._accepted) > limit:

@@ -7,7 +7,6 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +15,7 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agents import Agent, run_agents
+from torchrl_sglang.gateway.connections import ClientTimeouts
 from torchrl_sglang.gateway.credit import as_reward, check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
@@ -232,7 +232,9 @@ class Gateway(Responder):
         self._recorder = check_recorder(recorder)
         super().__init__(engine, options)
         self.engine = engine
-        self._runner = Runner(partial(make_app, self), host, port)
+        self.client_timeouts = ClientTimeouts()
+        """Timeouts of clients, which are read when the gateway starts."""
+        self._runner = Runner(lambda: make_app(self, self.client_timeouts), host, port)
         self._file_closed = False
         self._families: StatsFamilies | None = None
         self._store = self._keeper.store = None if path is None else Store(path)

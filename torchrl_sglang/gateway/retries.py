@@ -168,9 +168,13 @@ class Answers:
 
     A client that repeats a request has not seen the answer, whatever its connection has
     received: only the latest attempt counts.
+
+    Args:
+        kept_seconds: time for which an answer is kept for a repeated request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept_seconds: float = KEPT_SECONDS) -> None:
+        self._kept_seconds = kept_seconds
         self._entries: OrderedDict[str, _EqualRequests] = OrderedDict()
 
     @asynccontextmanager
@@ -242,7 +246,7 @@ class Answers:
         entry.latest = now
         self._entries.move_to_end(digest)
         while len(self._entries) > KEPT or (
-            next(iter(self._entries.values())).latest < now - KEPT_SECONDS
+            next(iter(self._entries.values())).latest < now - self._kept_seconds
         ):
             self._entries.popitem(last=False)
         return entry

@@ -12,9 +12,6 @@ from aiohttp import web
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.gateway.connections import STRANGERS, BoundedSite, LoopErrors
 
-STOP_SECONDS = 10.0
-START_SECONDS = 30.0
-
 
 class Runner:
     """Serves an application in a dedicated thread, once.
@@ -57,7 +54,7 @@ class Runner:
         )
         self._thread.start()
         try:
-            is_ready = self._ready.wait(START_SECONDS)
+            is_ready = self._ready.wait(30.0)
         except BaseException:
             # Ctrl-C: stops the partial start.
             self.stop()
@@ -108,7 +105,7 @@ class Runner:
             with suppress(RuntimeError):
                 # It has just ended.
                 self._loop.call_soon_threadsafe(self._stop)
-            self._thread.join(STOP_SECONDS)
+            self._thread.join(10.0)
 
     def _stop(self) -> None:
         """Ends the application, or its start."""

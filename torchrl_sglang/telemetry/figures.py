@@ -12,9 +12,6 @@ from typing import Any
 from torchrl_sglang.telemetry.parts import make_readers, read_all
 from torchrl_sglang.types import Distribution, EngineStats, UpdateStats
 
-FIGURES_SECONDS = 2.0
-"""Timeout of all statistics of a step; late statistics count for the next step."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reading:
@@ -57,7 +54,7 @@ class StepFigures:
         collector: Any = None,
         gateway: Any = None,
         scheme: Any = None,
-        timeout: float = FIGURES_SECONDS,
+        timeout: float = 2.0,
     ) -> None:
         self._readers = make_readers(
             {

@@ -17,12 +17,6 @@ from torchrl_sglang.support.checks import check_port
 from torchrl_sglang.support.urls import LOOPBACK, is_loopback, url_of
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, make_registry
 
-STOP_SECONDS = 10.0
-"""Wait for the endpoint's thread to end."""
-
-READ_SECONDS = 30.0
-"""Timeout of a client without a request."""
-
 
 def serve_metrics(
     *,
@@ -129,7 +123,7 @@ class MetricsEndpoint:
         self._is_open = False
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join(STOP_SECONDS)
+        self._thread.join(10.0)
 
     def __enter__(self) -> Self:
         return self
@@ -160,7 +154,8 @@ class _ThreadedServer(ThreadingMixIn, WSGIServer):
 class _QuietHandler(WSGIRequestHandler):
     """Writes no line for each scrape."""
 
-    timeout = READ_SECONDS
+    # Timeout of a client that sends no request.
+    timeout = 30.0
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - Its name.
         """Logs nothing."""

@@ -33,8 +33,6 @@ Fault: TypeAlias = Literal["refuse", "fail", "stall", "late", "cut", "lose"]
 - ``"lose"``: the server processes it; the connection breaks before its response.
 """
 
-FORWARD_SECONDS = 600.0
-POLL_SECONDS = 0.05
 STATUS = {"refuse": 400, "fail": 500}
 HOP_HEADERS = {"connection", "content-length", "host", "transfer-encoding"}
 
@@ -156,7 +154,7 @@ class FaultyProxy:
         if fault not in ("stall", "cut"):
             response = await self._forward(request, body)
         while fault in ("stall", "late") and request.transport:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_SECONDS)  # aiohttp has no event for it.
+            await asyncio.sleep(0.05)  # aiohttp has no event for it.
         if request.transport and (response is None or isinstance(fault, str)):
             request.transport.close()
         return response or web.Response()
@@ -178,7 +176,7 @@ class FaultyProxy:
             k: v for k, v in request.headers.items() if k.lower() not in HOP_HEADERS
         }
         url = self._target.join(URL(request.raw_path, encoded=True))
-        timeout = aiohttp.ClientTimeout(total=FORWARD_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=600.0)
         options: Any = {"data": body or None, "headers": headers, "timeout": timeout}
         try:
             async with aiohttp.request(request.method, url, **options) as response:

@@ -14,9 +14,6 @@ from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.viewer.writers import Writers, in_order, time_of
 
-LIVE_SECONDS = 15.0
-"""Time without a new line after which a run has ended, or was killed."""
-
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a malformed line, such as after an edit."""
 
@@ -106,7 +103,7 @@ class RunData:
 
     def is_live(self, now: float) -> bool:
         """Returns whether the run seems to be live."""
-        return now - self.ended < LIVE_SECONDS
+        return now - self.ended < 15.0
 
 
 def read_run(recording: Recording, name: str) -> RunData:

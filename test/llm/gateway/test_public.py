@@ -20,7 +20,7 @@ from aiohttp import web
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway import connections
+from torchrl_sglang.gateway.connections import ClientTimeouts
 from torchrl_sglang.gateway.session import Session
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -257,17 +257,19 @@ def test_connections_without_a_key_are_bounded(fake_engine: Any, few_files: int)
         assert pool.num_connections == 1
 
 
-def test_a_connection_without_a_key_has_a_deadline(fake_engine: Any, monkeypatch: Any):
-    monkeypatch.setattr(connections, "HEADER_SECONDS", 0.2)
-    with Gateway(fake_engine) as gateway, ExitStack() as stack:
+def test_a_connection_without_a_key_has_a_deadline(fake_engine: Any):
+    gateway = Gateway(fake_engine)
+    gateway.client_timeouts = ClientTimeouts(headers=0.2)
+    with gateway, ExitStack() as stack:
         silent = stack.enter_context(half(gateway))
         silent.settimeout(60)
         assert silent.recv(1) == b""
 
 
-def test_a_body_has_a_deadline(fake_engine: Any, monkeypatch: Any):
-    monkeypatch.setattr("torchrl_sglang.gateway.routes.content.BODY_SECONDS", 0.2)
-    with Gateway(fake_engine) as gateway:
+def test_a_body_has_a_deadline(fake_engine: Any):
+    gateway = Gateway(fake_engine)
+    gateway.client_timeouts = ClientTimeouts(body=0.2)
+    with gateway:
         session, place = gateway.session(), urlsplit(gateway.url)
         client = http.client.HTTPConnection(place.hostname, place.port, timeout=60)
         client.putrequest("POST", f"{urlsplit(session.base_url).path}/chat/completions")

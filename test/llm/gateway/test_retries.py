@@ -7,7 +7,6 @@ import gc
 
 import pytest
 
-from torchrl_sglang.gateway import retries
 from torchrl_sglang.gateway.retries import (
     FIRST,
     KEPT,
@@ -341,9 +340,9 @@ async def test_the_oldest_answers_are_forgotten(work):
 
 
 @pytest.mark.parametrize(("seconds", "begun"), [(60.0, 2), (0.0, 3)])
-def test_an_old_answer_is_forgotten(monkeypatch, seconds, begun):
+def test_an_old_answer_is_forgotten(seconds, begun):
     async def test(work):
-        monkeypatch.setattr(retries, "KEPT_SECONDS", seconds)
+        work.answers = Answers(kept_seconds=seconds)
         await work.lose(7)
         await work.ask(content=b"other")
         await work.ask(RETRY)

@@ -32,9 +32,6 @@ from torchrl_sglang.types import (
     WeightRoute,
 )
 
-CONNECT_TIMEOUT_SECONDS = 30.0
-"""Timeout of each query to a server."""
-
 _SECRET = ("api_key", "password", "launch_command", "internal_states")
 """Suffixes of dropped arguments: a server reveals its keys."""
 
@@ -152,7 +149,7 @@ async def find_out(
     """
 
     async def ask(path: str) -> dict[str, Any]:
-        answer = await http.request("GET", url + path, timeout=CONNECT_TIMEOUT_SECONDS)
+        answer = await http.request("GET", url + path, timeout=30.0)
         if answer.status == 404:
             raise ServerUnavailableError(
                 f"There is no {answer.url}; that is not an SGLang server."

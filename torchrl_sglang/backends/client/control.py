@@ -37,11 +37,6 @@ from torchrl_sglang.types import (
 CONTROL_TIMEOUT_SECONDS = 60.0
 """Default timeout of a control call."""
 
-IDLE_SECONDS = 1.0
-"""Timeout for a server to become idle: it answers a request before it ends it."""
-
-IDLE_POLL_SECONDS = 0.02
-
 QUERY_TIMEOUT_SECONDS = 10.0
 
 LoadFormat = (
@@ -371,16 +366,17 @@ class ControlPlane:
             return False
         return True
 
-    async def flush_when_idle(self) -> bool:
-        """Empties the prefix caches, and waits a second for busy servers.
+    async def flush_when_idle(self, *, grace: float = 1.0) -> bool:
+        """Empties the prefix caches when the servers are idle, within a grace period.
 
-        SGLang's own timeout for this is not used: a paused server never answers then.
+        A server responds to a request before it ends the request. SGLang's own timeout
+        for this is not used: a paused server never responds then.
         """
-        deadline = time.monotonic() + IDLE_SECONDS
+        deadline = time.monotonic() + grace
         while not (flushed := await self.flush_cache()):
             if time.monotonic() > deadline:
                 break
-            await asyncio.sleep(IDLE_POLL_SECONDS)
+            await asyncio.sleep(0.02)
         return flushed
 
     async def memory_occupation(

@@ -38,20 +38,8 @@ from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.texts import check_text
 
-KEEPALIVE_SECONDS = 3.0
-"""Idle connections close after this; SGLang's uvicorn closes them after 5 s."""
-
-CONNECT_TIMEOUT_SECONDS = 10.0
-
-SILENCE_SECONDS, PROBES, PROBE_SECONDS = 10, 3, 5
-"""A machine without acknowledgements is gone: after 10 s without a packet it is probed
-three times, every 5 s. Busy, paused or stopped servers still acknowledge."""
-
 NO_FILE_SECONDS = 0.05
 """Delay before the retry of a request without a free file for its connection."""
-
-EXIT_SECONDS = 2.0
-"""Timeout for closing connections when the interpreter exits."""
 
 STREAMED_BODY_BYTES = 1 << 20
 """A larger body is written in pieces, so that other requests can be sent in between."""
@@ -68,9 +56,6 @@ OPEN_ROUTES = frozenset(
 
 DENIED = (401, 403)
 """Statuses of a wrong or a missing key."""
-
-END_SECONDS = 1.0
-"""Timeout of a stream's end after its last event."""
 
 EVENT_END = b"\n\n"
 LAST_EVENT = b"[DONE]"
@@ -205,7 +190,8 @@ class HttpClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=0,
-                    keepalive_timeout=KEEPALIVE_SECONDS,
+                    # SGLang's uvicorn closes idle connections after 5 s.
+                    keepalive_timeout=3.0,
                     socket_factory=make_socket,
                 ),
                 headers={"Content-Type": "application/json"},
@@ -269,7 +255,7 @@ class HttpClient:
                     if content == LAST_EVENT:
                         # The connection is reusable after the end of the body.
                         with suppress(aiohttp.ClientError, TimeoutError):
-                            async with asyncio.timeout(END_SECONDS):
+                            async with asyncio.timeout(1.0):
                                 await response.read()
                         return
                     on_event(HttpResponse(url=url, status=status, body=content))
@@ -305,7 +291,7 @@ class HttpClient:
         while True:
             remaining = max(deadline - time.monotonic(), 1e-3)
             limits = aiohttp.ClientTimeout(
-                total=remaining, sock_connect=min(remaining, CONNECT_TIMEOUT_SECONDS)
+                total=remaining, sock_connect=min(remaining, 10.0)
             )
             # aiohttp writes bytes in one go, and a buffer in pieces.
             large = data is not None and len(data) > STREAMED_BODY_BYTES
@@ -402,9 +388,11 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    # A machine that acknowledges nothing is gone: after 10 s without a packet the
+    # kernel sends three probes, every 5 s. Busy and stopped servers acknowledge them.
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     return made
 
 
@@ -431,7 +419,7 @@ def _close_session(session: aiohttp.ClientSession, pid: int) -> None:
 
 @atexit.register
 def _wait_for_closing() -> None:
-    concurrent.futures.wait(_CLOSING, EXIT_SECONDS)
+    concurrent.futures.wait(_CLOSING, 2.0)
 
 
 def open_files_limit() -> int:

@@ -21,11 +21,6 @@ from torchrl_sglang.support.urls import address_hint, split_credentials
 WORKER_TIMEOUT_SECONDS = 45.0
 """Default timeout for a change of the worker list; a router gives up after 30 s."""
 
-LIST_TIMEOUT_SECONDS = 10.0
-
-POLL_SECONDS = 0.05
-"""Interval between polls of a change of the worker list, a job of the router."""
-
 
 class RouterClient:
     """Reads and changes the worker list of a router, on the background loop."""
@@ -37,9 +32,7 @@ class RouterClient:
         self._api_key = api_key
         self._http = http or HttpClient(api_key)
 
-    async def workers(
-        self, *, timeout: float = LIST_TIMEOUT_SECONDS
-    ) -> list[tuple[str, bool]]:
+    async def workers(self, *, timeout: float = 10.0) -> list[tuple[str, bool]]:
         """Returns the router's servers, and whether each is in rotation."""
         entries = await self._list(timeout)
         return [(entry["url"], bool(entry["is_healthy"])) for entry in entries]
@@ -63,7 +56,7 @@ class RouterClient:
                         f"The router at {self._url} could not add {url}: "
                         f"{job.get('message')}"
                     )
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(0.05)
                 answer = await self._call("GET", f"/workers/{entry['id']}")
                 # Between the two lists of the router, it is in neither for a moment.
                 if answer.status != 404:
@@ -82,7 +75,7 @@ class RouterClient:
             if answer.status != 404:
                 answer.raise_for_status()
             while entry is not None:
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(0.05)
                 entry = await self._find(url)
 
     @asynccontextmanager
@@ -100,9 +93,7 @@ class RouterClient:
         entries = await self._list()
         return next((entry for entry in entries if entry["url"] == url), None)
 
-    async def _list(
-        self, timeout: float = LIST_TIMEOUT_SECONDS
-    ) -> list[dict[str, Any]]:
+    async def _list(self, timeout: float = 10.0) -> list[dict[str, Any]]:
         answer = await self._call("GET", "/workers", timeout=timeout)
         content = answer.raise_for_status().json()
         try:

@@ -58,15 +58,6 @@ from torchrl_sglang.types import Adapter
 OUTCOME_SECONDS = 1.0
 """Extra time for the outcome of a call after the call's own timeout."""
 
-WITHDRAW_SECONDS = 3.0
-"""Longest wait for servers to drop published adapters."""
-
-ABORT_POLL_SECONDS = 0.2
-"""Interval between aborts of requests that use an adapter which is being dropped."""
-
-CLOSE_SECONDS = 2.0
-"""Timeout for dropping replaced adapters when an engine is shut down."""
-
 _DROPPED = re.compile(
     r"Failed to implicitly load LoRA adapter|requested LoRA adapters are not loaded"
     r"|LoRA adapter that has never been loaded"
@@ -334,11 +325,11 @@ class AdapterRegistry:
             return
         async with self._turn(deadline):
             drops = asyncio.ensure_future(self._drop_now(names, timeout))
-            until = min(deadline, time.monotonic() + WITHDRAW_SECONDS)
+            until = min(deadline, time.monotonic() + 3.0)
             try:
                 while not drops.done() and time.monotonic() < until:
                     await self._control.abort_all(timeout=timeout)
-                    await asyncio.wait([drops], timeout=ABORT_POLL_SECONDS)
+                    await asyncio.wait([drops], timeout=0.2)
                 if drops.done():
                     drops.result()
             finally:
@@ -366,7 +357,7 @@ class AdapterRegistry:
         unused = [name for name in state.retiring if name not in state.users]
         if any(replica.handle is None for replica in self._fleet.replicas):
             calls, fleet = self._calls, self._fleet
-            drops = (calls.unload(fleet, name, CLOSE_SECONDS) for name in unused)
+            drops = (calls.unload(fleet, name, 2.0) for name in unused)
             await asyncio.gather(*drops)
 
     @asynccontextmanager

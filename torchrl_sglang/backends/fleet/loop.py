@@ -19,6 +19,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -70,39 +71,37 @@ ROUTER = "router"
 ROUTER_CALLS = 8
 """Largest number of concurrent calls to add servers to a router or remove them."""
 
-CHECK_SECONDS = 0.5
-"""Interval between checks of the processes."""
-
 POLLS_PER_SECOND = 128
 """Most polls per second, on average; a poll takes about 2 ms."""
 
-ADAPTER_CHECK_SECONDS = 2.0
-"""Interval between checks for the LoRA adapters of this engine on servers of another
-owner."""
+SCHEDULER_TIMEOUT = 20.0
+"""Timeout for a router, or for a scheduler that a long prompt keeps busy."""
 
-IN_FLIGHT_SECONDS = 2.0
-"""Interval between progress checks of requests to servers of other owners."""
 
-PROGRESS_SECONDS = 120.0
-"""Default time without a completed request, while some are in flight, before servers
-are probed with a generation."""
+@dataclass(frozen=True, kw_only=True)
+class WatchTimes:
+    """Intervals and timeouts of a :class:`Supervisor`, in seconds."""
 
-FIRST_RESTART_SECONDS = 0.5
-"""Wait before a restart; it doubles with each failed start."""
-
-LONGEST_RESTART_SECONDS = 60.0
-
-FOLLOW_SECONDS = 2.0
-"""Interval between lookups of server addresses in another owner's directory."""
-
-DIRECTORY_SECONDS = 10.0
-"""Timeout of a directory lookup."""
-
-STOP_SECONDS = 10.0
-"""Timeout for pending starts to be cancelled."""
-
-ANSWER_SECONDS = 20.0
-"""Timeout for a router, or for a scheduler busy with a long prompt."""
+    check: float = 0.5
+    """Interval between checks of the processes."""
+    adapters: float = 2.0
+    """Interval between checks for the LoRA adapters of this engine on servers of
+    another owner."""
+    in_flight: float = 2.0
+    """Interval between progress checks of requests to servers of other owners."""
+    progress: float = 120.0
+    """Time without a completed request, while some are in flight, before servers are
+    probed with a generation."""
+    probe: float = 5.0
+    """Timeout for a server to report that it is paused."""
+    first_restart: float = 0.5
+    """Wait before a restart; it doubles with each start that fails."""
+    longest_restart: float = 60.0
+    """Longest wait before a restart."""
+    directory: float = 2.0
+    """Interval between lookups of server addresses in another owner's directory."""
+    stop: float = 10.0
+    """Timeout for pending starts to be cancelled."""
 
 
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
@@ -114,7 +113,7 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
     deadline = time.monotonic() + timeout
     fleet.notice_deaths()
     replicas = fleet.replicas
-    outcomes = await control.schedulers_answer(timeout=ANSWER_SECONDS)
+    outcomes = await control.schedulers_answer(timeout=SCHEDULER_TIMEOUT)
     for replica in replicas:
         error, now = outcomes.get(replica.url), fleet.state.find(replica.rank)
         # The server may have been started again meanwhile, or removed.
@@ -159,7 +158,7 @@ class Supervisor:
         recall: Callable[[str], Coroutine[Any, Any, None]],
         poller: ServerPoller,
         max_restarts: int,
-        progress_seconds: float = PROGRESS_SECONDS,
+        times: WatchTimes | None = None,
     ) -> None:
         self._fleet = weakref.ref(fleet)
         self._http = http
@@ -168,7 +167,7 @@ class Supervisor:
         self._recall = recall
         self._poller = poller
         self._max_restarts = max_restarts
-        self._progress_seconds = progress_seconds
+        self.times = times or WatchTimes()
         self._stopped = threading.Event()
         self._begin_in_this_process()
         # A forked process watches by itself, and owns nothing.
@@ -232,7 +231,7 @@ class Supervisor:
         self._stopped.set()
         for task in [*self._tasks.values(), *self._calls]:
             get_loop().call_soon_threadsafe(task.cancel)
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + self.times.stop
         # A server can be found a moment after its start began.
         while self._starting and time.monotonic() < deadline:
             for started in list(self._starting):
@@ -271,13 +270,13 @@ class Supervisor:
         state = fleet.state
         soon = state.to_poll or state.owns_any or state.adapters.lingers
         if self._runs("poll") or soon:
-            return CHECK_SECONDS
+            return self.times.check
         if fleet.directory is not None:
-            return FOLLOW_SECONDS
+            return self.times.directory
         if state.adapters.can_reload:
-            return ADAPTER_CHECK_SECONDS
+            return self.times.adapters
         in_flight, _ = self._progress()
-        return IN_FLIGHT_SECONDS if in_flight else None
+        return self.times.in_flight if in_flight else None
 
     async def _check(self, fleet: Fleet) -> None:
         owner = fleet.state.owns_any
@@ -286,7 +285,7 @@ class Supervisor:
         actions = fleet.apply(self._tick(fleet))
         if owner and time.monotonic() >= self._publish_at:
             # Repeated, for a restarted directory.
-            self._publish_at = time.monotonic() + FOLLOW_SECONDS
+            self._publish_at = time.monotonic() + self.times.directory
             fleet.publish()
         if owner:
             route = next(
@@ -299,7 +298,7 @@ class Supervisor:
         may_be_lost = fleet.state.adapters.can_reload and not owner
         if may_be_lost and not fleet.state.to_poll:
             await self._poller.adapters.discover_changes(
-                fleet, after=ADAPTER_CHECK_SECONDS
+                fleet, after=self.times.adapters
             )
 
     def _tick(self, fleet: Fleet) -> Tick:
@@ -320,7 +319,7 @@ class Supervisor:
         """Adopts the server addresses of another owner's directory."""
         if fleet.directory is not None:
             try:
-                async with asyncio.timeout(DIRECTORY_SECONDS):
+                async with asyncio.timeout(10.0):
                     urls = await fleet.directory.urls()
             except (SGLangError, TimeoutError) as error:
                 torchrl_logger.debug(f"The directory of servers says nothing: {error}")
@@ -335,7 +334,7 @@ class Supervisor:
         in_flight, completed = self._progress()
         since, earlier = self._last_progress
         waits = bool(in_flight) and completed == earlier
-        if waits and now - since < self._progress_seconds:
+        if waits and now - since < self.times.progress:
             return False
         self._last_progress = (now, completed)
         return waits
@@ -349,7 +348,9 @@ class Supervisor:
 
     async def _probe(self, fleet: Fleet, replica: Replica) -> None:
         """Marks a hanging server as down and stops it, unless it is paused."""
-        hanging = await hangs(self._http, self._capabilities, replica.url)
+        hanging = await hangs(
+            self._http, self._capabilities, replica.url, probe=self.times.probe
+        )
         now = fleet.state.find(replica.rank)
         serves = now is not None and now.state == "serving"
         if hanging and fleet.state.generates and serves:
@@ -368,7 +369,7 @@ class Supervisor:
             return
         try:
             url = f"{router.url}/workers"
-            response = await self._http.request("GET", url, timeout=ANSWER_SECONDS)
+            response = await self._http.request("GET", url, timeout=SCHEDULER_TIMEOUT)
             response.raise_for_status()
         except SGLangError as error:
             torchrl_logger.warning(f"{router!r} does not answer: {error}")
@@ -403,7 +404,7 @@ class Supervisor:
             return
         elif isinstance(action, Poll):
             # Without a wait where the next check is late enough.
-            wait = len(fleet.state.to_poll) / POLLS_PER_SECOND - CHECK_SECONDS
+            wait = len(fleet.state.to_poll) / POLLS_PER_SECOND - self.times.check
             self._poll_at = time.monotonic() + max(wait, 0.0)
             self._do("poll", self._poller.poll, fleet)
         elif isinstance(action, CancelStart):
@@ -508,8 +509,8 @@ class Supervisor:
                     # Removes its log and the rest of its process tree.
                     old.stop()
                 # A killed process needs a moment to release its port.
-                delay = FIRST_RESTART_SECONDS * 2.0 ** self._failures[what]
-                if self._stopped.wait(min(delay, LONGEST_RESTART_SECONDS)):
+                delay = self.times.first_restart * 2.0 ** self._failures[what]
+                if self._stopped.wait(min(delay, self.times.longest_restart)):
                     return
                 handle = start()
                 _check_new(handle, old)

@@ -42,13 +42,6 @@ from torchrl_sglang.types import ServerCapabilities, ServerStats
 POLL_TIMEOUT_SECONDS = 5.0
 """Timeout for a response, which a process in front of the scheduler sends."""
 
-TOKEN_SECONDS = 15.0
-"""Timeout for a token. After 20 s without a token, SGLang reports itself as unhealthy,
-and no longer whether it is paused."""
-
-FRONT_SECONDS = 5.0
-"""Timeout for a response without the scheduler."""
-
 _REFUSED = {
     "input_ids": [0],
     "sampling_params": {"temperature": -1.0, "max_new_tokens": 1},
@@ -259,22 +252,32 @@ async def hangs(
     capabilities: ServerCapabilities,
     url: str,
     *,
-    timeout: float = TOKEN_SECONDS,
+    timeout: float = 15.0,
+    probe: float = 5.0,
 ) -> bool:
-    """Returns whether a server generates no token although it is not paused."""
-    soon = min(timeout, FRONT_SECONDS)
+    """Returns whether a server gives no token although nobody has paused it.
+
+    Args:
+        http: client of the servers.
+        capabilities: capabilities of the servers.
+        url: address of the server.
+        timeout: timeout for a token, in seconds. After 20 s without a token, SGLang
+            reports that it is unhealthy, and no longer whether it is paused.
+        probe: timeout for the server to report that it is paused, in seconds.
+    """
+    probe = min(timeout, probe)
 
     async def is_paused() -> bool:
         if capabilities.tells_paused:
-            return await _succeeds(http, f"{url}/ready", soon) is False
-        return await _holds_requests(http, url, soon)
+            return await _succeeds(http, f"{url}/ready", probe) is False
+        return await _holds_requests(http, url, probe)
 
     if await is_paused() or await _succeeds(http, f"{url}/health_generate", timeout):
         return False
     paused = await is_paused()
     if paused and capabilities.tells_paused:
         # A server with a detected hang reports the same.
-        paused = await _holds_requests(http, url, soon)
+        paused = await _holds_requests(http, url, probe)
     return not paused
 
 

@@ -39,12 +39,6 @@ from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import split_credentials
 from torchrl_sglang.types import ServerCapabilities
 
-POLL_SECONDS = 0.1
-"""Interval between load queries of a leaving server."""
-
-LOAD_SECONDS = 5.0
-"""Timeout of a load query."""
-
 UPDATE_SECONDS = 600.0
 """Timeout for a weight update to end in which a leaving server takes part."""
 
@@ -232,7 +226,7 @@ class Resize:
                 )
                 await self._evict(replica.url)
                 return
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(0.1)
 
     async def _is_busy(self, replica: Replica) -> bool:
         fleet, url = self._fleet, replica.url
@@ -245,7 +239,7 @@ class Resize:
             # Requests of other users do not delay the removal.
             return False
         try:
-            running, queued, _ = await self._control.load_of(url, timeout=LOAD_SECONDS)
+            running, queued, _ = await self._control.load_of(url, timeout=5.0)
         except SGLangError as error:
             torchrl_logger.debug(f"A server that leaves does not answer: {error}")
             return True

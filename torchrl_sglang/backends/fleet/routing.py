@@ -15,9 +15,6 @@ MAX_SESSIONS = 4096
 MOST_COMPARED = 32
 """Most servers whose sessions are compared for a new session."""
 
-FAILURE_SECONDS = 1.0
-"""A failed server is chosen last for this long."""
-
 _NEVER = 4
 
 
@@ -94,7 +91,7 @@ class Routing:
         if replica.state != "serving":
             return _NEVER
         failed_at = self._failed_at.get(replica.url)
-        soon = failed_at is not None and time.monotonic() < failed_at + FAILURE_SECONDS
+        soon = failed_at is not None and time.monotonic() < failed_at + 1.0
         return 2 * (replica.url in avoid) + soon
 
 

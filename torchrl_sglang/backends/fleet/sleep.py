@@ -40,12 +40,6 @@ MEMORY_TAGS = ("weights", "kv_cache", "cuda_graph")
 DRAIN_TIMEOUT_SECONDS = 60.0
 """Default timeout for requests to end before a server is put to sleep."""
 
-MEMORY_TIMEOUT_SECONDS = 120.0
-"""Timeout to release or resume memory; weights with a CPU backup are copied."""
-
-END_SECONDS = 5.0
-"""Time in seconds for a process to end after its server has hung up."""
-
 
 def check_tags(tags: str | Iterable[str]) -> frozenset[str]:
     """Returns kinds of memory as a set."""
@@ -227,8 +221,9 @@ class SleepControl:
             missing = tags - held if verb == "release" else held
             failure: SGLangError | None = None
             try:
+                # Weights with a CPU backup are copied.
                 await self._control.memory_occupation(
-                    verb, missing, url=replica.url, timeout=MEMORY_TIMEOUT_SECONDS
+                    verb, missing, url=replica.url, timeout=120.0
                 )
             except SGLangError as error:
                 if not isinstance(error, ServerTimeoutError):
@@ -254,7 +249,7 @@ class SleepControl:
         """Returns the reasons of ended servers; a process takes a moment to end."""
         fleet = self._fleet
         running = [r.rank for r in fleet.state.running if r.handle is not None]
-        deadline = time.monotonic() + END_SECONDS
+        deadline = time.monotonic() + 5.0
         while running and time.monotonic() < deadline:
             fleet.notice_deaths()
             replicas = _among(fleet, running)

@@ -27,9 +27,6 @@ _SIZES = ("tp_size", "pp_size", "dp_size", "nnodes")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Variable with the visible GPUs of a process."""
 
-ASK_SECONDS = 60.0
-"""Timeout of nvidia-smi."""
-
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:
     """Returns a server's number of GPUs on this machine."""
@@ -170,7 +167,7 @@ def query_gpus(*fields: str) -> list[tuple[str, ...]]:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=ASK_SECONDS,
+            timeout=60.0,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):

@@ -219,10 +219,13 @@ def start_more(
 
 
 def _wait_for_fewer(
-    starting: list[ServerHandle], number: int, progress: Callable[[str], None]
+    starting: list[ServerHandle],
+    number: int,
+    progress: Callable[[str], None],
+    interval: float = PROGRESS_SECONDS,
 ) -> None:
     """Waits until fewer than ``number`` servers are starting; removes ready ones."""
-    next_log = time.monotonic() + PROGRESS_SECONDS
+    next_log = time.monotonic() + interval
     while len(starting) >= number:
         for server in list(starting):
             if server.check_ready():
@@ -230,7 +233,7 @@ def _wait_for_fewer(
                 progress(f"{server.name} is ready after {server.age:.0f} s.")
         if time.monotonic() > next_log:
             _tell(starting, progress)
-            next_log = time.monotonic() + PROGRESS_SECONDS
+            next_log = time.monotonic() + interval
         if len(starting) >= number:
             time.sleep(READY_POLL_SECONDS)
 

@@ -47,9 +47,6 @@ from torchrl_sglang.types import WeightLoader
 CORES_PER_START = 2
 """Processes of a starting server, busy with imports."""
 
-PORT_SECONDS = 15.0
-"""Timeout for the port of an ended server to become free."""
-
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
 """Arguments counted up per server, so that samples differ."""
 
@@ -247,7 +244,7 @@ class LocalLauncher(Launcher):
         """Begins to restart an ended server, at the same address."""
         spec = self._specs[rank]
         # The command refuses a port in use.
-        wait_for_port(spec.get("host") or LOOPBACK, spec["port"], timeout=PORT_SECONDS)
+        wait_for_port(spec.get("host") or LOOPBACK, spec["port"], timeout=15.0)
         return self._run(rank, make_server_command(**spec))
 
     def _run(self, rank: int, command: Command) -> ServerProcess:

@@ -23,9 +23,6 @@ PORTS = range(20_000, 32_000)
 ATTEMPTS = 1000
 """Number of random ports to try."""
 
-POLL_SECONDS = 0.1
-"""Interval between checks of a busy port."""
-
 DP_PORT_OFFSETS = range(233, 241)
 """Offsets from the HTTP port of the ports for data-parallel attention."""
 
@@ -129,7 +126,7 @@ def wait_for_port(host: str, port: int, *, timeout: float) -> bool:
     """
     deadline = time.monotonic() + timeout
     while not (free := is_free_port(host, port)) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.1)
     return free
 
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 MEETING_PORTS = 10
 """Ports of ``dist_init_addr``: SGLang listens on the following ports, too."""
 
-END_POLL_SECONDS = 0.1
-"""Interval between polls of the process."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostInfo:
@@ -124,7 +121,7 @@ class ServerHost:
         """Waits until the server has ended or was stopped; returns its last lines."""
         wait = threading.Event().wait
         while not (self._stopped or self._has_ended()):
-            wait(END_POLL_SECONDS)
+            wait(0.1)
         return self.log_tail()
 
     def _has_ended(self) -> bool:

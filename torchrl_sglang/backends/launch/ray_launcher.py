@@ -42,20 +42,11 @@ from torchrl_sglang.support.urls import is_loopback
 
 Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
-PLACEMENT_SECONDS = 120.0
-"""Default timeout for Ray to place the servers."""
-
 KEY_BYTES = 32
 """Random bytes of a generated key."""
 
 REACH_SECONDS = 5.0
 """Timeout for a connection to a cluster or a node."""
-
-REPORT_SECONDS = 5.0
-"""Timeout for the nodes to report the free resources of a placement group."""
-
-REPORT_INTERVAL_SECONDS = 0.3
-"""Nodes report changes within 0.1 s."""
 
 ASSIGNED: Mapping[str, str] = {
     "base_gpu_id": "Ray assigns the GPUs",
@@ -128,7 +119,7 @@ class RayLauncher:
     resources: Mapping[str, float] | None = None
     nodes: Sequence[str] | None = None
     runtime_env: Mapping[str, Any] | None = None
-    placement_timeout: float = PLACEMENT_SECONDS
+    placement_timeout: float = 120.0
 
     def __post_init__(self) -> None:
         strategies = get_args(Strategy)
@@ -392,7 +383,7 @@ def read_bundles(ray: Any, group: Any) -> list[Bundle]:
     places: Mapping[int, str] = table["bundles_to_node_id"]
     sizes: Mapping[int, Mapping[str, float]] = table["bundles"]
     group_id = group.id.hex()
-    deadline = time.monotonic() + REPORT_SECONDS
+    deadline = time.monotonic() + 5.0
     previous: object = None
     free: Mapping[str, float] = {}
     while time.monotonic() < deadline:
@@ -406,7 +397,8 @@ def read_bundles(ray: Any, group: Any) -> list[Bundle]:
         ):
             break
         previous = free
-        time.sleep(REPORT_INTERVAL_SECONDS)
+        # Nodes report changes within 0.1 s.
+        time.sleep(0.3)
     return [
         Bundle(
             index=index,

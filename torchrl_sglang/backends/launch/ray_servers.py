@@ -40,12 +40,6 @@ from torchrl_sglang.backends.launch.ray_placement import Demand, Seat, Seats
 from torchrl_sglang.errors import ConfigurationError, ServerStartError, SGLangError
 from torchrl_sglang.support.log import torchrl_logger
 
-LOG_SECONDS = 5.0
-"""Timeout to fetch the end of a log from its node."""
-
-REACH_SECONDS = 10.0
-"""Timeout for this process to reach a ready server on its node."""
-
 ACTOR_VARIABLES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Otherwise an ending actor kills the watchdog, and the processes below it remain."""
 
@@ -458,7 +452,7 @@ class RayServer:
 
     def _reach(self) -> Generator[None]:
         """Waits until this process can reach the server."""
-        deadline = time.monotonic() + REACH_SECONDS
+        deadline = time.monotonic() + 10.0
         while True:
             try:
                 if get(f"{self.url}/health", timeout=HEALTH_TIMEOUT_SECONDS).ok:
@@ -484,7 +478,7 @@ class RayServer:
         if not is_connected():
             return f"(the log is gone: {_LEFT})"
         try:
-            text: str = _call(self._hosts[0], "log_tail", lines).result(LOG_SECONDS)
+            text: str = _call(self._hosts[0], "log_tail", lines).result(5.0)
         except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
             return f"(the log cannot be read: {error})"
         return text

@@ -31,15 +31,6 @@ from torchrl_sglang.support.checks import check_count, nearest
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.urls import is_loopback, url_of
 
-START_TIMEOUT_SECONDS = 60.0
-"""Default timeout for a start; the router is ready 0.1 s after its servers are."""
-
-DESCRIBE_TIMEOUT_SECONDS = 60.0
-"""Timeout for the description of an interpreter's router; it takes 0.1 s."""
-
-READY_TIMEOUT_SECONDS = 2.0
-"""Timeout for a starting router to list its workers."""
-
 ROUTER_ARGUMENTS: Mapping[str, Any] = {
     # The engine retries; errors must reach it.
     "disable_retries": True,
@@ -110,7 +101,7 @@ class RouterProcess(ServerProcess, RouterClient):
         api_key: str | None = None,
         python: str | os.PathLike[str] | None = None,
         environment: Mapping[str, str] | None = None,
-        start_timeout: float = START_TIMEOUT_SECONDS,
+        start_timeout: float = 60.0,
         **router_args: Any,
     ) -> None:
         interpreter = _find_python(python)
@@ -169,7 +160,7 @@ class RouterProcess(ServerProcess, RouterClient):
     def _missing_workers(self) -> list[str] | None:
         """Returns the workers out of rotation; None: no response."""
         try:
-            workers = run_sync(self.workers(timeout=READY_TIMEOUT_SECONDS))
+            workers = run_sync(self.workers(timeout=2.0))
         except SGLangError:
             return None
         healthy = {url for url, healthy in workers if healthy}
@@ -249,7 +240,7 @@ def _describe(interpreter: str) -> Mapping[str, Any]:
             env=_environment(interpreter),
             capture_output=True,
             text=True,
-            timeout=DESCRIBE_TIMEOUT_SECONDS,
+            timeout=60.0,
             check=True,
         )
         described: Mapping[str, Any] = json.loads(done.stdout)

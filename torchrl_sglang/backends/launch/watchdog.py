@@ -24,15 +24,8 @@ import sys
 import time
 from collections.abc import Callable
 
-POLL_SECONDS = 0.1
-"""Interval between checks of the trainer; a tree outlives it by at most this long."""
-
 TERM_GRACE_SECONDS = 0.5
 """Time from SIGTERM to SIGKILL. SGLang waits longer, and then kills its processes."""
-
-TRACKER_GRACE_SECONDS = 1.0
-"""Time for Python's resource trackers to free shared objects of killed processes; they
-ignore SIGTERM, and end after the last process that they serve."""
 
 OPEN_FILES = 65_535
 """Open files of the tree, if the machine allows it: each connection takes one, and a
@@ -176,7 +169,8 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
     while workers():
         _end(workers, signal.SIGKILL, 0.1)
     # Without this, shared memory and semaphores of the killed would outlive them.
-    _end(left, 0, TRACKER_GRACE_SECONDS)
+    # Resource trackers ignore SIGTERM, and end after the last process that they serve.
+    _end(left, 0, 1.0)
     while left():
         _end(left, signal.SIGKILL, 0.1)
 
@@ -218,7 +212,8 @@ def main(owner: int, command: list[str]) -> int:
     shared: set[str] = set()
     next_look = time.monotonic() + SHARED_POLL_SECONDS
     while server.poll() is None and not stop and os.getppid() == parent:
-        time.sleep(POLL_SECONDS)
+        # A tree outlives its trainer by at most this long.
+        time.sleep(0.1)
         if time.monotonic() > next_look:
             next_look += SHARED_POLL_SECONDS
             shared |= shared_files(descendants(os.getpid()))

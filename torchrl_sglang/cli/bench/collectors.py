@@ -54,9 +54,6 @@ MAX_STALENESS = 1
 ROUND_SECONDS = 3600.0
 """Timeout of a round of a collector."""
 
-POLL_SECONDS = 0.01
-"""Interval between checks of the buffer."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
@@ -365,7 +362,7 @@ def _fill(
         if update_every is not None and time.monotonic() > next_update:
             collector.update_policy_weights_()
             next_update = max(next_update + update_every, time.monotonic())
-        time.sleep(POLL_SECONDS)
+        time.sleep(0.01)
 
 
 def _make_buffer(size: int) -> ReplayBuffer:

@@ -26,10 +26,6 @@ from torchrl_sglang.errors import ConfigurationError, ServerUnavailableError
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
-REQUEST_SECONDS = 3600.0
-KEEPALIVE_SECONDS = 3.0
-"""Less than the five seconds after which the server closes idle connections."""
-
 FIRST_TOKEN = 5
 """Smaller ids are special in the built-in models."""
 
@@ -256,8 +252,8 @@ async def raw_clients(
 
     async with aiohttp.ClientSession(
         headers=headers,
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_SECONDS),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
+        timeout=aiohttp.ClientTimeout(total=3600.0),
     ) as session:
         yield {"raw": batch, "raw_each": each}
 

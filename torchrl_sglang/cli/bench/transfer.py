@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
     from torchrl_sglang.types import SyncReport
 
-SAMPLE_SECONDS = 0.001
-"""Interval between samples of free memory."""
-
 GLOO_SECONDS = 60.0
 """Timeout for the rendezvous of the limit's two processes, and for each broadcast."""
 
@@ -154,7 +151,7 @@ def _watch_memory(gpus: int) -> Iterator[list[int]]:
         return [torch.cuda.mem_get_info(index)[0] for index in range(gpus)]
 
     def watch() -> None:
-        while not done.wait(SAMPLE_SECONDS):
+        while not done.wait(0.001):
             memory.extend(a - b for a, b in zip(initial, free(), strict=True))
 
     if gpus:

@@ -10,9 +10,6 @@ from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
 
-HUB_SECONDS = 10.0
-"""Timeout of a request to the hub."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
@@ -115,7 +112,7 @@ def _check_hub(model: str) -> None:
         if isinstance(try_to_load_from_cache(model, "config.json"), str):
             return
         try:
-            get_session().head(hf_hub_url(model, "config.json"), timeout=HUB_SECONDS)
+            get_session().head(hf_hub_url(model, "config.json"), timeout=10.0)
         except Exception as error:
             # Versions of the hub's client have errors of several libraries.
             raise ConfigurationError(

@@ -19,7 +19,6 @@ from torchrl_sglang.errors import ConfigurationError, UserFunctionError
 SAMPLE = "sample"
 """Column of a task."""
 START_SECONDS = 300.0
-STOP_SECONDS = 30.0
 MAX_SAMPLES = 256
 
 _RUN: contextvars.ContextVar[_SampleRun] = contextvars.ContextVar("inspect_run")
@@ -206,7 +205,7 @@ class _Evaluation:
             return
         self._fail(UserFunctionError("The InspectAgent was closed."))
         loop.call_soon_threadsafe(wake.set)
-        thread.join(STOP_SECONDS)
+        thread.join(30.0)
 
     # In other threads than the evaluation's.
 

@@ -6,20 +6,20 @@ from functools import partial
 
 from aiohttp import web
 
-from torchrl_sglang.gateway.connections import STRANGERS, Strangers
+from torchrl_sglang.gateway.connections import STRANGERS, ClientTimeouts, Strangers
 from torchrl_sglang.gateway.routes.contract import Recorder
 from torchrl_sglang.gateway.routes.management import GatewayRoutes
 
 MAX_REQUEST_BYTES = 64 << 20
 
 
-def make_app(gateway: Recorder) -> web.Application:
+def make_app(gateway: Recorder, timeouts: ClientTimeouts) -> web.Application:
     """Returns all routes of a gateway."""
     routes = GatewayRoutes(gateway)
     app = web.Application(
         client_max_size=MAX_REQUEST_BYTES, middlewares=[routes.as_errors]
     )
-    app[STRANGERS] = Strangers()
+    app[STRANGERS] = Strangers(timeouts)
     _add_session_routes(app, routes)
     app.router.add_get("/health", routes.health)
     app.router.add_get("/metrics", routes.metrics)

@@ -18,6 +18,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.gateway.connections import STRANGERS
 from torchrl_sglang.gateway.dialects.base import Failure
 from torchrl_sglang.gateway.policy import PromptTooLongError
 from torchrl_sglang.support.log import torchrl_logger
@@ -26,22 +27,19 @@ from torchrl_sglang.support.texts import half_character
 NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 
 
-BODY_SECONDS = 120.0
-"""Timeout for the body of a request."""
-
-
 async def read_body(request: web.Request) -> bytes:
     """Returns the body of a request.
 
     Raises:
         GatewayError: if the client does not send it in time.
     """
+    seconds = request.app[STRANGERS].timeouts.body
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(seconds):
             return await request.read()
     except TimeoutError as error:
         raise GatewayError(
-            f"The body of the request did not arrive within {BODY_SECONDS:g} seconds.",
+            f"The body of the request did not arrive within {seconds:g} seconds.",
             status=408,
         ) from error
 

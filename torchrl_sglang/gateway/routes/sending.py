@@ -16,12 +16,6 @@ from torchrl_sglang.gateway.request import usage_of
 from torchrl_sglang.gateway.routes.content import failure_of, json_response
 from torchrl_sglang.gateway.turns import Turn
 
-FIRST_SECONDS = 0.8
-"""Time until a stream's first bytes, in seconds."""
-
-DRAIN_SECONDS = 0.01
-"""Interval between checks whether a slow client has read its answer."""
-
 _HUNG_UP = getattr(select, "POLLRDHUP", 0)
 """Poll event of a hang-up, if the system has it."""
 
@@ -63,7 +57,7 @@ async def _delivery(request: web.Request) -> AsyncIterator[None]:
     # A client that has read everything may hang up.
     _check_open(request.transport, 0)
     while request.transport and request.transport.get_write_buffer_size():
-        await asyncio.sleep(DRAIN_SECONDS)
+        await asyncio.sleep(0.01)
         _check_open(request.transport, 0)
 
 
@@ -119,7 +113,7 @@ class Stream:
         response = web.StreamResponse(headers={**_SSE, **headers})
         try:
             # An immediate refusal gets the status of its error.
-            await self._wait(min(self._seconds, FIRST_SECONDS))
+            await self._wait(min(self._seconds, 0.8))
             if self._task.done():
                 self._task.result()
             async with _delivery(request):

@@ -47,11 +47,6 @@ from torchrl_sglang.weight_update.weights import (
     read_buckets,
 )
 
-CONNECT_TIMEOUT_SECONDS = 60.0
-
-SETTLE_SECONDS = 0.0002
-"""Interval between polls of a broadcast's end."""
-
 SMALL_BELOW = {"nccl": 8 << 20, "gloo": 0}
 """Smaller tensors are put together, in bytes. Its own broadcast costs a tensor 40 µs
 with NCCL, the time of 15 MB on a link of 370 GB/s; a copy in host memory costs about as
@@ -59,9 +54,6 @@ much as gloo."""
 
 CHECK_SECONDS = 1.0
 """Interval between questions to servers while a broadcast does not end."""
-
-REFUSAL_SECONDS = 1.0
-"""Grace period for other servers to refuse, too, when one has."""
 
 GIVE_UP_SECONDS = 5.0
 """Timeout for servers to leave a group that failed."""
@@ -80,7 +72,7 @@ class BroadcastOptions(TransportOptions):
     are reached by it, otherwise the address that faces the first one elsewhere."""
     master_port: int | None = None
     """Port for that; by default a free one."""
-    connect_timeout: float = CONNECT_TIMEOUT_SECONDS
+    connect_timeout: float = 60.0
     """Timeout for the servers to join, in seconds."""
 
     def __post_init__(self) -> None:
@@ -362,7 +354,7 @@ class BroadcastTransport(WeightTransport):
             receive,
             refusals=_NOTHING_RECEIVED,
             # Refusals come at once; the other servers wait in the broadcast for ever.
-            grace_seconds=REFUSAL_SECONDS,
+            grace_seconds=1.0,
         )
 
     def _order(self, buckets: list[Bucket]) -> tuple[WeightRoute, dict[str, Any]]:
@@ -411,7 +403,7 @@ class BroadcastTransport(WeightTransport):
                         # A traced loader that fails answers as if it had not.
                         run_sync(self._loader.check())
                         next_check = time.monotonic() + CHECK_SECONDS
-                    time.sleep(SETTLE_SECONDS)
+                    time.sleep(0.0002)
                 work.wait()  # Raises if the broadcast has failed.
             self._in_flight.popleft()
 

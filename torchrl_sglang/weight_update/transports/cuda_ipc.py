@@ -55,9 +55,6 @@ from torchrl_sglang.weight_update.weights import (
 VALUE_BYTES = 1 << 26
 """Most bytes of values in one request, whose text is parsed as a whole."""
 
-GRACE_SECONDS = 10.0
-"""Grace period after the timeouts of a request and its fence."""
-
 TOGETHER_BELOW_BYTES = 192 << 20
 """Larger tensors take longer to copy than to open, so they are never put together."""
 
@@ -258,7 +255,7 @@ class CudaIpcTransport(WeightTransport):
 
         A server could serve an abandoned request in the middle of the next update.
         """
-        timeout = 2 * self._options.send_timeout + GRACE_SECONDS
+        timeout = 2 * self._options.send_timeout + 10.0
         outcomes = [each.exception(timeout) for each in in_flight]
         transfer = isinstance(error, WeightTransferError)
         if transfer:

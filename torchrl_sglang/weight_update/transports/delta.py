@@ -47,9 +47,6 @@ MESSAGE_BYTES = 1 << 25
 STATE_SECONDS = 60.0
 """Timeout for a server to say what it holds, for which it reads all its weights."""
 
-GRACE_SECONDS = 10.0
-"""Grace period after the timeouts of a message and of the question about it."""
-
 _NOTHING_LOADED = ("must run between",)
 """Refusals of a server that has not touched its weights."""
 
@@ -334,7 +331,7 @@ class DeltaTransport(WeightTransport):
         self, error: BaseException, lines: list[DeltaLine]
     ) -> WeightTransferError:
         """Waits until nothing is in flight, and returns the error to raise."""
-        timeout = self._options.send_timeout + STATE_SECONDS + GRACE_SECONDS
+        timeout = self._options.send_timeout + STATE_SECONDS + 10.0
         untouched = True
         for line in lines:
             sent = line.in_flight

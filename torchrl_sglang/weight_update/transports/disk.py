@@ -65,9 +65,6 @@ _WEIGHTS = re.compile(
 _NOTHING_LOADED = ("Failed to get weights iterator", "Failed to get model loader")
 """Refusals of a server that has not touched its weights."""
 
-CHECKPOINT_TIMEOUT_SECONDS = 600.0
-"""Timeout for the servers to read the checkpoint that they were started with."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions(TransportOptions):
@@ -350,7 +347,7 @@ class CheckpointTransport(WeightTransport):
             "disk",
             model_path=path,
             weight_version=version,
-            timeout=CHECKPOINT_TIMEOUT_SECONDS,
+            timeout=600.0,
         )
         try:
             run_sync(loading)

@@ -40,10 +40,6 @@ POLL_SECONDS = 0.05
 ASYNC_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
-NCCL_SECONDS = 7 * 24 * 3600.0
-"""NCCL's own timeout, after which torch ends the whole process. The transport's
-timeouts are shorter, and end the group alone."""
-
 NCCL_CUMEM = "NCCL_CUMEM_ENABLE"
 
 NCCL_SLOW = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE")
@@ -156,7 +152,9 @@ def join(
         )
     ranks = {rank: rank for rank in range(world_size)}
     distributed_c10d._world.pg_group_ranks[group] = ranks
-    seconds = NCCL_SECONDS if backend == "nccl" else send_timeout
+    # After its own timeout NCCL ends the whole process; the transport's timeouts are
+    # shorter, and end the group alone.
+    seconds = 7 * 24 * 3600.0 if backend == "nccl" else send_timeout
     # PyTorch before 2.15 has it under another name.
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(datetime.timedelta(seconds=seconds), group)

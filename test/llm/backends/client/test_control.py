@@ -10,7 +10,6 @@ from aiohttp import web
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.client import control as control_module
 from torchrl_sglang.backends.client.control import ControlPlane, _load
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.errors import (
@@ -190,12 +189,11 @@ def test_pausing_a_real_server_with_abort_cuts_responses_off(engine):
     assert [outcome.index for outcome in outcomes] == [0, 1]
 
 
-def test_a_server_may_take_a_moment_to_be_idle(two, monkeypatch):
+def test_a_server_may_take_a_moment_to_be_idle(two):
     """It answers a request before it has ended it."""
     control, one, _ = two
     answers = iter([400, 400, 200])
     one.routes["/flush_cache"] = lambda _: web.Response(status=next(answers))
     assert run_sync(control.flush_when_idle())
     one.routes["/flush_cache"] = lambda _: web.Response(status=400)
-    monkeypatch.setattr(control_module, "IDLE_SECONDS", 0.1)
-    assert not run_sync(control.flush_when_idle())
+    assert not run_sync(control.flush_when_idle(grace=0.1))

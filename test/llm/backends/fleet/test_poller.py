@@ -19,9 +19,8 @@ from torchrl._utils import logger as torchrl_logger
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
 from torchrl_sglang.backends.client.http import HttpClient
-from torchrl_sglang.backends.fleet import loop, observe
 from torchrl_sglang.backends.fleet.adapter_calls import AdapterCalls
-from torchrl_sglang.backends.fleet.loop import Supervisor
+from torchrl_sglang.backends.fleet.loop import Supervisor, WatchTimes
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.observe import ServerPoller, hangs
 from torchrl_sglang.backends.fleet.reconcile import RestartNoticed
@@ -219,13 +218,11 @@ def test_some_of_them_are_killed(engine, three, caplog):
 
 
 def test_a_hanging_server_is_reported_and_its_requests_go_elsewhere(
-    engine, three, caplog, monkeypatch
+    engine, three, caplog
 ):
     """Of another owner, who alone can start it again."""
     hanging = three[0]
-    monkeypatch.setattr(loop, "IN_FLIGHT_SECONDS", 0.2)
-    monkeypatch.setattr(observe, "FRONT_SECONDS", 0.2)
-    engine._supervisor._progress_seconds = 0.1
+    engine._supervisor.times = WatchTimes(in_flight=0.2, probe=0.2, progress=0.1)
     torchrl_logger.addHandler(caplog.handler)
     try:
         with (
@@ -506,7 +503,7 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
                     http, capabilities, adapters, partial(find_out, http)
                 ),
                 max_restarts=0,
-                progress_seconds=0.1,
+                times=WatchTimes(progress=0.1),
             )
             server.wait_for("/ready", 3)
             assert (process.state, states_of(fleet)) == ("ready", ["serving"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import pytest
 from helpers.waiting import wait_until
 
-from torchrl_sglang.backends.fleet import loop as loops
 from torchrl_sglang.backends.fleet.actions import Stop
-from torchrl_sglang.backends.fleet.loop import Supervisor
+from torchrl_sglang.backends.fleet.loop import Supervisor, WatchTimes
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import FellAsleep, Started, WokeUp
 from torchrl_sglang.backends.fleet.replica import NotStartedError, Replica
 from torchrl_sglang.errors import ServerStartError
 
 SECONDS = 30.0
+
+TIMES = WatchTimes(first_restart=0.01, check=0.01)
 
 ASLEEP = frozenset({"kv_cache"})
 
@@ -79,11 +81,8 @@ def ways(request: pytest.FixtureRequest, starts: list[Handle]) -> dict[str, Any]
 
 @pytest.fixture
 def supervised(
-    starts: list[Handle], ways: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    starts: list[Handle], ways: dict[str, Any]
 ) -> Iterator[tuple[Fleet, Supervisor]]:
-    for name in ("FIRST_RESTART_SECONDS", "CHECK_SECONDS"):
-        monkeypatch.setattr(loops, name, 0.01)
-
     def restart() -> Any:
         starts.append(Handle())
         return starts[-1]
@@ -107,6 +106,7 @@ def supervised(
         recall=nothing,
         poller=nothing,
         max_restarts=1,
+        times=TIMES,
     )
     # Nothing is polled.
     fleet.paused = True
@@ -194,10 +194,10 @@ def slow_start(starts: list[Handle]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ways", [slow_start], indirect=True)
-def test_a_start_that_outlasts_the_engine_is_stopped(supervised, starts, monkeypatch):
+def test_a_start_that_outlasts_the_engine_is_stopped(supervised, starts):
     """Nobody waits until the server is ready."""
     wait_until(lambda: len(starts) == 2)
-    monkeypatch.setattr(loops, "STOP_SECONDS", 0.05)
+    supervised[1].times = replace(TIMES, stop=0.05)
     supervised[1].stop()
     starts[0].closed = True
     begun = time.monotonic()

@@ -210,12 +210,11 @@ class Starting:
         return self.log
 
 
-def test_a_start_says_what_it_waits_for(monkeypatch):
-    monkeypatch.setattr(launcher_module, "PROGRESS_SECONDS", 0.0)
+def test_a_start_says_what_it_waits_for():
     log = "[07:52:37] Load weight begin. avail mem=21.48 GB\nLoading shards: 0%\n"
     servers = [Starting(f"SGLang server {n} of 6", log if n else "") for n in range(6)]
     told: list[str] = []
-    launcher_module._wait_for_fewer(servers, 1, told.append)
+    launcher_module._wait_for_fewer(servers, 1, told.append, 0.0)
     assert told[:5] == [
         "SGLang server 0 of 6 is importing SGLang; it started 42 s ago.",
         *(

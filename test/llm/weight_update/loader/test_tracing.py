@@ -341,14 +341,13 @@ class Broadcast:
 def abandoned(monkeypatch):
     """Names of the groups whose broadcasts were ended."""
     names: list[str] = []
-    monkeypatch.setattr(loader, "GUARD_SECONDS", 0.01)
     monkeypatch.setattr(loader, "_abandon", names.append)
     return names
 
 
 def guarded(order) -> Broadcast:
     work = Broadcast()
-    loader.guard_broadcast("group", work, order)
+    loader.guard_broadcast("group", work, order, 0.01)
     return work
 
 

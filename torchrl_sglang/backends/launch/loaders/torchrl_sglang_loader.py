@@ -42,9 +42,6 @@ LARGE_BYTES = 8 << 20
 """Smaller runs of memory are copied by one kernel for many, at 0.63 of the speed of a
 copy, whose start takes 6 µs."""
 
-GUARD_SECONDS = 0.5
-"""Interval between checks of pending broadcasts."""
-
 aten = torch.ops.aten
 
 Spec = tuple[str, str, tuple[int, ...]]
@@ -720,7 +717,7 @@ def _receive_bucket(
     return pending[-1]
 
 
-def guard_broadcast(name: str, last: Any, order: Any) -> None:
+def guard_broadcast(name: str, last: Any, order: Any, interval: float = 0.5) -> None:
     """Ends broadcasts after the end of their sender, or a timeout.
 
     Otherwise they keep the device busy forever.
@@ -738,7 +735,7 @@ def guard_broadcast(name: str, last: Any, order: Any) -> None:
                 logger.error("A weight update is abandoned: %s.", reason)
                 _abandon(name)
                 return
-            time.sleep(GUARD_SECONDS)
+            time.sleep(interval)
 
     threading.Thread(target=wait, name="torchrl_sglang-guard", daemon=True).start()
 
