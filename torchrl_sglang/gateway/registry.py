@@ -9,9 +9,6 @@ from datetime import UTC, datetime
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.session import Session
 
-DROPPED = 10_000
-"""Number of dropped sessions to remember."""
-
 KEY_EXPIRED = "key_expired"
 """Error code of an expired key."""
 
@@ -21,9 +18,11 @@ class SessionRegistry:
 
     Args:
         lock: held while a session begins or ends.
+        max_dropped: largest number of dropped sessions that are remembered.
     """
 
-    def __init__(self, lock: threading.Lock) -> None:
+    def __init__(self, lock: threading.Lock, max_dropped: int = 10_000) -> None:
+        self._max_dropped = max_dropped
         self._lock = lock
         self._by_name: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
@@ -57,7 +56,7 @@ class SessionRegistry:
         session.is_dropped = True
         del self._by_name[session.name], self._by_key[session.key]
         self._dropped |= dict.fromkeys((session.name, session.key))
-        while len(self._dropped) > 2 * DROPPED:
+        while len(self._dropped) > 2 * self._max_dropped:
             self._dropped.popitem(last=False)
         return True
 

@@ -23,6 +23,7 @@ from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.connections import STRANGERS, BoundedSite, Strangers
 from torchrl_sglang.gateway.dialects.anthropic import read_count
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.registry import SessionRegistry
 from torchrl_sglang.gateway.routes import sending
 from torchrl_sglang.support.event_loop import run_sync
 
@@ -248,14 +249,16 @@ def test_a_dropped_session_does_not_come_back(gateway, path):
     assert post(new, path, key=new.key).status_code == 200
 
 
-def test_few_names_of_dropped_sessions_are_kept(gateway, monkeypatch):
-    monkeypatch.setattr("torchrl_sglang.gateway.registry.DROPPED", 3)
+def test_few_names_of_dropped_sessions_are_kept(gateway):
+    registry = SessionRegistry(threading.Lock(), max_dropped=3)
     for number in range(5):
-        gateway.drop(gateway.session(str(number)))
+        session = gateway.session(str(number))
+        registry.add(session)
+        registry.remove(session)
     statuses = []
     for name in "01234":
         with pytest.raises(GatewayError) as error:
-            gateway.find(name=name)
+            registry.find(name=name)
         statuses.append(error.value.status)
     assert statuses == [404, 404, 410, 410, 410]
 

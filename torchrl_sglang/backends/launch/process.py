@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -75,14 +75,20 @@ def _stop_living() -> None:
     stop_all(list(_LIVING))
 
 
-def short_folder(usual: str | None = None) -> str:
+def short_folder(
+    usual: str | None = None, others: Sequence[str] = SHORT_FOLDERS
+) -> str:
     """Returns the folder for servers' files, whose sockets need short paths.
+
+    Args:
+        usual: the folder for temporary files, if its path is short enough.
+        others: folders with short paths, of which the first writable is taken.
 
     Raises:
         ServerStartError: if no folder's path is short enough.
     """
     usual = tempfile.gettempdir() if usual is None else usual
-    for folder in (usual, *SHORT_FOLDERS):
+    for folder in (usual, *others):
         # mkdtemp adds eight characters.
         path = os.path.join(os.path.abspath(folder), FOLDER_PREFIX + 8 * "x")
         if len(os.fsencode(path)) <= MAX_FOLDER_BYTES and os.access(folder, os.W_OK):
@@ -90,7 +96,7 @@ def short_folder(usual: str | None = None) -> str:
     raise ServerStartError(
         f"The folder for temporary files has a path of {len(usual)} characters, too "
         f"long for the sockets of a server ({usual}), and none of "
-        f"{', '.join(SHORT_FOLDERS)} can be written to. Set TMPDIR to a short path."
+        f"{', '.join(others)} can be written to. Set TMPDIR to a short path."
     )
 
 

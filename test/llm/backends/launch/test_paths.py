@@ -13,7 +13,6 @@ from helpers.echo_engine import make_interpreter
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.launch import process
 from torchrl_sglang.backends.launch.launcher import start_servers
 from torchrl_sglang.backends.launch.local import LocalLauncher
 from torchrl_sglang.backends.launch.paths import absolute_paths
@@ -151,7 +150,6 @@ def test_servers_can_make_sockets_wherever_temporary_files_are(
     assert not folder.exists()
 
 
-def test_a_machine_without_a_short_folder_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "SHORT_FOLDERS", (str(tmp_path / "none"),))
+def test_a_machine_without_a_short_folder_is_an_error(tmp_path):
     with pytest.raises(ServerStartError, match="Set TMPDIR to a short path"):
-        short_folder("/" + 100 * "x")
+        short_folder("/" + 100 * "x", [str(tmp_path / "none")])
