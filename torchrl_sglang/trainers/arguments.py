@@ -108,7 +108,8 @@ CountOrNone: TypeAlias = Annotated[int | None, check_count]
 Flag: TypeAlias = Annotated[bool, check_flag]
 
 
-@dataclass(frozen=True, kw_only=True)
+# Without a representation, which would have the keys of servers.
+@dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RunArguments:
     """The arguments of a :class:`.GRPO` run, which has their documentation.
 

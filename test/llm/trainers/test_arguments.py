@@ -218,8 +218,11 @@ def test_columns_that_a_run_takes_for_taken(fake_engine, tiny_model_path, tmp_pa
 
 
 def test_old_tokens_without_a_correction_are_told_of():
-    with pytest.warns(RuntimeWarning, match="give correction='decoupled_token_is'"):
+    with pytest.warns(
+        RuntimeWarning, match="give correction='decoupled_token_is'"
+    ) as caught:
         GRPO("model", **GIVEN, max_staleness=1)
+    assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GRPO("model", **GIVEN, max_staleness=1, correction="decoupled_token_is")
@@ -227,13 +230,9 @@ def test_old_tokens_without_a_correction_are_told_of():
 
 
 def test_greedy_groups_are_told_of():
-    with pytest.warns(RuntimeWarning, match="teaches nothing"):
-        GRPO(
-            "model",
-            prompts=PROMPTS,
-            rewards=brief,
-            generate_kwargs={"temperature": 0.0},
-        )
+    with pytest.warns(RuntimeWarning, match="teaches nothing") as caught:
+        GRPO("model", **GIVEN, generate_kwargs={"temperature": 0.0})
+    assert caught[0].filename == __file__
 
 
 def test_the_length_of_responses_has_one_meaning_under_both_names():
