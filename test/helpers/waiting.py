@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
 
 from torchrl_sglang.backends.launch.watchdog import is_alive
 
@@ -37,3 +40,9 @@ def wait_until_gone(pids: Iterable[int], seconds: float = 300.0) -> None:
         seconds,
         report=lambda: [pid for pid in pids if is_alive(pid)],
     )
+
+
+def wait_for_text(log: Path, text: str, process: subprocess.Popen[Any]) -> None:
+    """Waits until the log of a process has a text; the process must not end before."""
+    wait_until(lambda: text in log.read_text() or process.poll() is not None)
+    assert text in log.read_text(), log.read_text()[-3000:]

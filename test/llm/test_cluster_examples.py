@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 import yaml
 from helpers.forked_starts import trainer_python
 from helpers.ray_cluster import ray_cluster
-from helpers.waiting import wait_until
+from helpers.waiting import wait_for_text
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
 
@@ -243,14 +242,6 @@ def end(job: Any, number: int) -> None:
         os.killpg(job.pid, number)
 
 
-def wait_for_job(job: Any, condition: Callable[[], bool], log: Path) -> None:
-    wait_until(
-        lambda: condition() or job.poll() is not None,
-        report=lambda: log.read_text()[-3000:],
-    )
-    assert condition(), log.read_text()[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
@@ -274,7 +265,7 @@ def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
     words, log = write_run(tmp_path, tiny_model_path, 4), tmp_path / "log.txt"
     job = start_job(tmp_path, environment, words)
     try:
-        wait_for_job(job, lambda: "step 2/4" in log.read_text(), log)
+        wait_for_text(log, "step 2/4", job)
     finally:
         # As Slurm does it: all steps and the script, and after a while for good.
         end(job, signal.SIGTERM)
@@ -284,7 +275,7 @@ def test_a_job_that_is_preempted(tmp_path, tiny_model_path):
             end(job, signal.SIGKILL)
     again = start_job(tmp_path, environment, words)
     try:
-        wait_for_job(again, lambda: "The model is in" in log.read_text(), log)
+        wait_for_text(log, "The model is in", again)
         assert again.wait(120) == 0, log.read_text()[-3000:]
     finally:
         end(again, signal.SIGKILL)

@@ -40,9 +40,7 @@ def test_clients_that_hang_up_after_the_last_event(fake_engine):
             )
             assert list(stream)
         client.close()
-        deadline = time.monotonic() + 10
-        while len(session.turns) < TURNS and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: len(session.turns) >= TURNS)
         time.sleep(0.2)
         assert len(session.turns) == TURNS
 

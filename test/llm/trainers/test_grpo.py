@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -26,6 +25,7 @@ from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE, difference
 from helpers.tool_template import TOOL_TEMPLATE
 from helpers.torchrun import run_ranks
+from helpers.waiting import wait_for_text
 from torch.distributed.checkpoint import FileSystemReader
 from torchrl._utils import logger as torchrl_logger
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -756,11 +756,7 @@ def test_a_run_that_is_killed(restored_engine, tiny_model_path, tmp_path, kills)
         if step is None:
             assert process.wait(LIMIT_SECONDS) == 0, (tmp_path / "log.txt").read_text()
             break
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while f"step {step}/12" not in (tmp_path / "log.txt").read_text():
-            assert process.poll() is None, (tmp_path / "log.txt").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_for_text(tmp_path / "log.txt", f"step {step}/12", process)
         # The program itself, which would end a moment after who has asked for it.
         os.kill(forked_process(process.pid), signal.SIGKILL)
         process.wait()

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.http import (
@@ -347,11 +348,7 @@ def test_a_client_that_is_forgotten_closes_its_connections(fake):
     get(client, f"{fake.url}/health")
     session = client._session
     del client
-    for _ in range(1000):
-        if session.closed:
-            break
-        time.sleep(0.05)
-    assert session.closed
+    wait_until(lambda: session.closed)
 
 
 @pytest.mark.parametrize(
