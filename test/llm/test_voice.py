@@ -26,7 +26,7 @@ VAGUE_NAMES = re.compile(
 
 SUMMARY_LINES_LEFT: dict[str, int] = {
     "backends": 9,
-    "cli": 5,
+    "cli": 1,
     "collectors": 40,
     "gateway": 6,
     "policies": 2,
@@ -37,7 +37,7 @@ SUMMARY_LINES_LEFT: dict[str, int] = {
 NAMES_LEFT: dict[str, int] = {
     "backends": 53,
     "chat": 1,
-    "cli": 32,
+    "cli": 10,
     "collectors": 147,
     "gateway": 12,
     "objectives": 2,
