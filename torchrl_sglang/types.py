@@ -489,7 +489,7 @@ class Distribution:
         pairs = zip(self.counts, earlier.counts, strict=True)
         return Distribution(
             bounds=self.bounds,
-            counts=tuple(now - before for now, before in pairs),
+            counts=tuple(new - old for new, old in pairs),
             total=self.total - earlier.total,
         )
 

@@ -37,7 +37,7 @@ SUMMARY_LINES_LEFT: dict[str, int] = {
 NAMES_LEFT: dict[str, int] = {
     "backends": 53,
     "chat": 1,
-    "cli": 10,
+    "cli": 2,
     "collectors": 147,
     "gateway": 12,
     "objectives": 2,
@@ -45,7 +45,7 @@ NAMES_LEFT: dict[str, int] = {
     "recording": 56,
     "requests": 57,
     "support": 1,
-    "types.py": 2,
+    "types.py": 1,
     "viewer": 5,
     "weight_update": 143,
 }

@@ -108,7 +108,7 @@ def _assistant_spans(
     chat = template.in_form(chat)
     rendered, passes = _render_passes(chat, template)
     if rendered != text:
-        raise _not_found("other texts are made of what the loop writes")
+        raise _not_found("other texts are made of the loop's output")
     edges = _TurnEdges(chat, text, template)
     spans = []
     for index in turns:
@@ -348,7 +348,7 @@ def _not_found(reason: str) -> ConfigurationError:
     return ConfigurationError(
         f"The assistant's turns have no known positions in this conversation: the chat "
         f"template has no {{% generation %}} blocks, so each turn must be written in "
-        f"one pass of a loop over the messages, but {reason}. Put what the template "
-        f"writes for an assistant's turn between {{% generation %}} and "
+        f"one pass of a loop over the messages, but {reason}. Put the "
+        f"template's output for an assistant's turn between {{% generation %}} and "
         f"{{% endgeneration %}}, and pass the template as chat_template=..."
     )

@@ -128,8 +128,8 @@ def wait(engine: AsyncSGLang) -> NoReturn:
     while True:
         time.sleep(1.0)
         # A server whose restart failed was stopped.
-        ended = ("dead", "stopped")
-        if any(server.state not in ended for server in engine.servers):
+        ended_states = ("dead", "stopped")
+        if any(server.state not in ended_states for server in engine.servers):
             continue
         servers = engine.stats().servers
         if all(server.state == "lost" for server in servers):

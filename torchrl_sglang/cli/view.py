@@ -16,7 +16,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.private_files import for_owner
 
 DESCRIPTION = """\
-Shows a run: a timeline of servers and trainer and what bounds the run, curves, and all
+Shows a run: a timeline of servers and trainer and the run's limit, curves, and all
 groups with their responses, token by token. FOLDER is the output of a run, or the
 folder of a RunRecorder; of two, curves are in one picture.
 

@@ -72,9 +72,8 @@ def packed_attention(
     if cu_seq_lens_q is None:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
             raise ConfigurationError(
-                f"{type(module).__name__} was not told where the sequences of a row "
-                f"begin, because its model does not hand cu_seq_lens_q on; give "
-                f"packing=False."
+                f"{type(module).__name__} got no boundaries of the sequences in a row, "
+                f"because its model does not hand cu_seq_lens_q on; give packing=False."
             )
         attended: tuple[Tensor, None] = sdpa_attention_forward(
             module,

@@ -150,7 +150,7 @@ def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
     raise NotFiniteError(
         f"The column {key!r} is {value} in row {', '.join(map(str, rows[:8]))} of the "
         f"batch ({len(rows)} of {len(mask)}), and one such number makes every weight "
-        f"NaN; leave these rows out, and look at what their rewards are made of."
+        f"NaN; leave these rows out, and check the parts of their rewards."
     )
 
 

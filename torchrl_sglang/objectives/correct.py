@@ -179,7 +179,7 @@ def _check_present(config: RolloutCorrectionConfig, sampled: Sampled) -> None:
     """Refuses a batch without an input of a method."""
     if config.needs_train_log_probs and sampled.train is None:
         raise ConfigurationError(
-            f"{config!r} compares the trainer's log-probs with those of the rollout, "
+            f"{config!r} compares the trainer's log-probs with the rollout's, "
             f"and the batch has none; give actor_network, or write them into the batch."
         )
     if config.needs_versions and sampled.versions is None:

@@ -616,8 +616,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         value = value.squeeze(-1) if value.ndim == mask.ndim + 1 else value
         if value.shape != mask.shape:
             raise ConfigurationError(
-                f"The log-probs {key!r} have shape {tuple(value.shape)}, those of the "
-                f"policy {tuple(mask.shape)}: they are not of the same tokens."
+                f"The log-probs {key!r} have shape {tuple(value.shape)}, the policy's "
+                f"{tuple(mask.shape)}: they are not of the same tokens."
             )
         check_finite(key, value, mask)
         return torch.where(mask, value, 0)

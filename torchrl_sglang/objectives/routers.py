@@ -94,7 +94,7 @@ def sizes_of(model: nn.Module) -> tuple[int, int]:
             return int(text.num_hidden_layers), chosen
     raise ConfigurationError(
         f"The configuration of {_own_name(model)} has no num_experts_per_tok, so that "
-        f"its routers cannot be told apart; replay is for mixtures of experts."
+        f"its routers cannot be identified; replay is for mixtures of experts."
     )
 
 

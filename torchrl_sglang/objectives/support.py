@@ -34,7 +34,7 @@ SAMPLING_KEYS = (SAMPLING_SUPPORT, TEMPERATURES[0])
 """Columns of a batch with the sampling distributions of its tokens."""
 
 ACTORS: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Actors whose distributions are those of the sampler."""
+"""Actors with the sampler's distributions."""
 
 _told: set[str] = set()
 

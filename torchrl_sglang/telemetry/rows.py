@@ -307,7 +307,7 @@ _GATEWAY = (
     MetricRow(
         name="turns",
         kind="counter",
-        help="Recorded turns, those of dropped sessions too.",
+        help="Recorded turns, in dropped sessions too.",
         read=lambda stats: stats["turns"],
     ),
     MetricRow(

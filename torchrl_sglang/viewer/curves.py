@@ -323,8 +323,8 @@ def _speed(run: RunData) -> Curve:
     return Curve(
         id="speed",
         title="Tokens a second",
-        about="The engine's own, over the last ten seconds, and those of complete "
-        "groups over the last eight batches: what is between them runs, or was lost.",
+        about="The engine's own, over the last ten seconds, and complete groups' over "
+        "the last eight batches: the difference is running, or was lost.",
         x="seconds",
         y="tokens a second",
         points=[*_line("engine", engine), *_line("complete groups", collected)],

@@ -565,7 +565,7 @@ def _cache_usage(answer: Any) -> float:
     usages = [float(load["token_usage"]) for load in loads if "token_usage" in load]
     if not usages or len(usages) < len(loads):
         raise UnsupportedByServerError(
-            "This version of SGLang does not tell how much of its KV cache is in use; "
+            "This version of SGLang does not report the used share of its KV cache; "
             "read engine.stats() for its requests instead."
         )
     return sum(usages) / len(usages)

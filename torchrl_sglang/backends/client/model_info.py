@@ -354,7 +354,7 @@ def load_model_config(
 
 
 def unreadable(
-    what: str, error: Exception, trust_remote_code: bool, advice: str
+    subject: str, error: Exception, trust_remote_code: bool, advice: str
 ) -> ConfigurationError:
     """Returns the error for files that transformers cannot read here."""
     reason = f"({type(error).__name__}: {str(error).partition(chr(10))[0]}); {advice}"
@@ -363,7 +363,7 @@ def unreadable(
             "without running the code that comes with it. If you trust that code, give "
             "from_pretrained or connect trust_remote_code=True."
         )
-    return ConfigurationError(f"{what} cannot be read from here {reason}")
+    return ConfigurationError(f"{subject} cannot be read from here {reason}")
 
 
 def find_eos_token_ids(

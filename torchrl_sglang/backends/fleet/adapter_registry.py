@@ -252,7 +252,7 @@ class AdapterRegistry:
             return ConfigurationError(
                 f"The LoRA adapter {name!r} was refused: {error} The servers have "
                 f"{settings}; start them with others, or load another adapter. "
-                f"Requests use what they used before."
+                f"Requests use the same adapters as before."
             )
         if error is not None:
             return error
@@ -267,7 +267,7 @@ class AdapterRegistry:
             )
         return ServerTimeoutError(
             f"The LoRA adapter {name!r} was not loaded before the timeout; requests "
-            f"use what they used before."
+            f"use the same adapters as before."
         )
 
     async def unload(self, name: str, *, timeout: float | None = None) -> None:

@@ -238,8 +238,8 @@ class Supervisor:
                 self._cancel_start(started)
             time.sleep(0.02)
 
-    def _cancel_start(self, what: int | str) -> None:
-        if (starting := self._starting.get(what)) is not None:
+    def _cancel_start(self, server: int | str) -> None:
+        if (starting := self._starting.get(server)) is not None:
             starting.stop()
 
     # Observing.
@@ -492,15 +492,15 @@ class Supervisor:
     def _start(
         self,
         old: H | None,
-        what: int | str,
+        server: int | str,
         start: Callable[[], H],
         done: Callable[[Fleet, H], None],
         failed: Callable[[Fleet, BaseException], None],
     ) -> None:
         """Starts a server in a daemon thread, which does not delay the exit."""
-        if what in self._starting:
+        if server in self._starting:
             return
-        self._starting[what] = None
+        self._starting[server] = None
 
         def work() -> None:
             handle: H | None = None
@@ -509,22 +509,22 @@ class Supervisor:
                     # Removes its log and the rest of its process tree.
                     old.stop()
                 # A killed process needs a moment to release its port.
-                delay = self.times.first_restart * 2.0 ** self._failures[what]
+                delay = self.times.first_restart * 2.0 ** self._failures[server]
                 if self._stopped.wait(min(delay, self.times.longest_restart)):
                     return
                 handle = start()
                 _check_new(handle, old)
-                self._starting[what] = handle
+                self._starting[server] = handle
                 if not self._stopped.is_set():
                     handle.wait_ready()
                 fleet = self._fleet()
                 if fleet is None or self._stopped.is_set():
                     handle.stop()
                 else:
-                    self._failures[what] = 0
+                    self._failures[server] = 0
                     done(fleet, handle)
             except BaseException as error:  # noqa: BLE001 - A thread has no caller.
-                self._failures[what] += not isinstance(error, NotStartedError)
+                self._failures[server] += not isinstance(error, NotStartedError)
                 if handle is not None:
                     # Nobody else owns the new server.
                     with contextlib.suppress(Exception):
@@ -533,7 +533,7 @@ class Supervisor:
                     failed(fleet, error)
             finally:
                 # Last: until then it is not started a second time.
-                del self._starting[what]
+                del self._starting[server]
             self.begin(at_once=True)
 
         threading.Thread(target=work, name="torchrl_sglang-start", daemon=True).start()

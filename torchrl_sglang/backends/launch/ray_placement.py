@@ -203,8 +203,8 @@ def _too_few(
     )
     return (
         f"The placement_group has room for {found} of {count} "
-        f"server{'s' * (count > 1)}, each of which takes {demand.text}. What "
-        f"is free in its bundles, by node and index: {shown or 'nothing'}. Give a "
+        f"server{'s' * (count > 1)}, each of which takes {demand.text}. Free "
+        f"in its bundles, by node and index: {shown or 'nothing'}. Give a "
         f"larger group, or another share with gpu_fraction= and resources=."
     )
 

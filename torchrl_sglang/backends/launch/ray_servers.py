@@ -402,7 +402,7 @@ class RayServer:
                 raise NotStartedError(
                     f"Ray has not placed the {self.name} within "
                     f"{self._place.timeout:g} s; it takes {self._place.demand.text}. "
-                    f"`ray status` shows what is free. Give more time with "
+                    f"`ray status` shows the free resources. Give more time with "
                     f"RayLauncher(placement_timeout=...)."
                 )
             yield

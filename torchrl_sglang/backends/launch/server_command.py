@@ -65,7 +65,7 @@ SERVER_ENVIRONMENT = {
 """Variables of every server."""
 
 SECRETS = ("api_key", "admin_api_key")
-"""Arguments hidden from other users of the machine."""
+"""Arguments to hide from other users of the machine."""
 
 OF_THE_ENGINE = (
     *("num_replicas", "launcher", "cuda_devices", "start_timeout", "parallel_start"),
@@ -183,8 +183,8 @@ def _check_modes(
     if deterministic and algorithm is not None:
         raise ConfigurationError(
             f"deterministic=True (enable_deterministic_inference) does not go with "
-            f"speculative_algorithm={algorithm!r}: what is drafted depends on other "
-            f"requests, and tokens on what is drafted. Leave one of the two out."
+            f"speculative_algorithm={algorithm!r}: drafts depend on other "
+            f"requests, and tokens on drafts. Leave one of the two out."
         )
     if device == "cpu" and drafts_by_ngrams(arguments):
         raise ConfigurationError(
@@ -311,7 +311,7 @@ def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        torchrl_logger.debug(f"{python} does not tell where sglang is: {error}")
+        torchrl_logger.debug(f"{python} does not report the place of sglang: {error}")
         return []
     return list(map(Path, done.stdout.splitlines()))
 

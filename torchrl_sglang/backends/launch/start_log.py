@@ -53,13 +53,13 @@ def find_remedy(log: str) -> str:
 
     Examples:
         >>> find_remedy("ValueError: Raise --mem-fraction-static above 0.121 (...")
-        'Memory is short: end what else uses the memory, or start the server with \
+        'Memory is short: end other programs, or start the server with \
 mem_fraction_static more than 0.121.'
     """
     for pattern, remedy in _MEMORY:
         if match := re.search(pattern, log):
             return (
-                f"Memory is short: end what else uses the memory, or start the server "
-                f"with {remedy.format(*match.groups())}."
+                f"Memory is short: end other programs, or start the server with "
+                f"{remedy.format(*match.groups())}."
             )
     return ""

@@ -70,7 +70,7 @@ CONVERTED: Mapping[str, Callable[[Any], Any]] = {
 """vLLM's name -> conversion of its values, other than ``None``, to SGLang's."""
 
 INERT: Mapping[str, str] = {
-    "use_tqdm_on_load": "What a server prints goes to its log.",
+    "use_tqdm_on_load": "A server's output goes to its log.",
     "distributed_executor_backend": "A server always starts its own worker processes.",
     "swap_space": "SGLang computes a retracted request again and swaps nothing out.",
     **dict.fromkeys(
@@ -90,7 +90,7 @@ INERT: Mapping[str, str] = {
     "max_seq_len_to_capture": "SGLang captures CUDA graphs by batch size, for any "
     "length.",
     "disable_log_stats": "A server's statistics go to its log, and no further.",
-    "verbose": "What a server prints goes to its log, and no further.",
+    "verbose": "A server's output goes to its log, and no further.",
     "max_logprobs": "SGLang has no limit on log-probabilities.",
 }
 """Argument without an effect here -> reason."""

@@ -43,7 +43,7 @@ MODELS = {**dict.fromkeys(ACTIONS, "tiny"), "weights": "35m"}
 """Default models: only a large model shows the bandwidth of a link."""
 
 DESCRIPTION = f"""\
-Measures an engine, and in the same run what it is to be compared with.
+Measures an engine, and the values for comparison in the same run.
 
   throughput  tokens per second of whole batches, and of a raw HTTP client
   latency     percentiles of single requests, and of a raw HTTP client
@@ -81,7 +81,7 @@ def add_command(commands: Any) -> Parser:
     add = parser.add_argument
     text = "throughput, latency, overhead, collectors, weights or all"
     add("action", metavar="MEASUREMENT", choices=(*ACTIONS, "all"), help=text)
-    text = "what to serve (default: tiny, and 35m for weights)"
+    text = "served model (default: tiny, and 35m for weights)"
     add("model", metavar="MODEL", nargs="?", help=text)
     text = "measure a running server instead of starting one; repeat it for several"
     add("--url", action="append", help=text)
@@ -101,7 +101,7 @@ def add_command(commands: Any) -> Parser:
     add("--in-flight", help=text, **number)
     text = "update the weights while AsyncLLMCollector collects, this often"
     add("--update-every", type=positive_float, metavar="SECONDS", help=text)
-    text = "what these updates do with running requests (default: %(default)s)"
+    text = "treatment of running requests in these updates (default: %(default)s)"
     modes = ("continue", "in_place")
     add("--pause-mode", choices=modes, default="continue", help=text)
     text = "how the measurement of weights sends them (default: %(default)s)"

@@ -107,7 +107,7 @@ def _install_packages(prefix: Path) -> None:
             f"{prefix} holds something other than a virtual environment. Name an "
             "empty or absent folder with --prefix."
         )
-    print(f"Installing {SGLANG} and what it imports ...", flush=True)
+    print(f"Installing {SGLANG} and its requirements ...", flush=True)
     venv.EnvBuilder(clear=True, symlinks=True).create(prefix)
     # The list is complete; SGLang's own requirements are not installed.
     arguments = ("--no-deps", "-r", REQUIREMENTS, SGLANG, TORCHVISION)

@@ -87,17 +87,17 @@ def in_range(version: str, specifier: str) -> bool:
 
 
 def _python(machine: Machine) -> Rows:
-    version, wanted = platform.python_version(), machine.required.python
-    if in_range(version, wanted):
+    version, required = platform.python_version(), machine.required.python
+    if in_range(version, required):
         yield "ok", "python", f"Python {version}."
     else:
         remedy = "Make the trainer's environment with a Python that is."
-        yield "problem", "python", f"Python {version} is not in {wanted}.", remedy
+        yield "problem", "python", f"Python {version} is not in {required}.", remedy
 
 
 def _packages(machine: Machine) -> Rows:
-    for name, wanted in machine.required.packages.items():
-        remedy = f'Run `pip install "{name}{wanted}"`.'
+    for name, specifier in machine.required.packages.items():
+        remedy = f'Run `pip install "{name}{specifier}"`.'
         try:
             distribution, version = _installed(name)
             importlib.import_module(name)
@@ -106,17 +106,17 @@ def _packages(machine: Machine) -> Rows:
         except Exception as error:  # noqa: BLE001 - A broken package may raise anything.
             reason = f"{type(error).__name__}: {error}".partition("\n")[0]
             message = f"{distribution} {version} cannot be imported: {reason}."
-            remedy = f"Install it again ({name}{wanted}) without SGLang's packages."
+            remedy = f"Install it again ({name}{specifier}) without SGLang's packages."
             yield "problem", name, message, remedy
         else:
             message = f"{distribution} {version}"
-            if in_range(version, wanted):
+            if in_range(version, specifier):
                 yield "ok", name, f"{message}."
             elif distribution == name:
-                yield "problem", name, f"{message} is not in {wanted}.", remedy
+                yield "problem", name, f"{message} is not in {specifier}.", remedy
             else:
-                remedy = f"Run the tests with it, or replace it by {name}{wanted}."
-                yield "warning", name, f"{message} is not in {wanted}.", remedy
+                remedy = f"Run the tests with it, or replace it by {name}{specifier}."
+                yield "warning", name, f"{message} is not in {specifier}.", remedy
 
 
 def _installed(package: str) -> tuple[str, str]:
@@ -134,7 +134,7 @@ def _installed(package: str) -> tuple[str, str]:
 
 def _engine(machine: Machine) -> Rows:
     python, packages, error = machine.engine
-    wanted, version = machine.required.sglang, packages.get("sglang")
+    required, version = machine.required.sglang, packages.get("sglang")
     if version is None:
         install = f", or {INSTALL[machine.device]}"
         if error and (machine.device == "cuda" or cpu.INSTALL_COMMAND in error):
@@ -142,13 +142,13 @@ def _engine(machine: Machine) -> Rows:
         remedy = f"Name an interpreter that has SGLang with --python{install}."
         yield "problem", "engine", error or f"{python} has no sglang.", remedy
         return
-    if in_range(version, wanted):
+    if in_range(version, required):
         folder = Path(python).parent.parent
         beside = [v for v in cpu.VERSIONS if (folder / f"sglang-{v}").is_dir()]
         versions = ", ".join([version, *(beside if machine.device == "cpu" else ())])
         yield "ok", "engine", f"SGLang {versions} for {machine.device} in {python}."
     else:
-        message = f"SGLang {version} in {python} is not in {wanted}."
+        message = f"SGLang {version} in {python} is not in {required}."
         remedy = "Install a version that is, or run the tests with this one."
         yield "warning", "engine", message, remedy
     if router := packages.get("sglang-router"):
@@ -181,7 +181,9 @@ def _gpus(machine: Machine) -> Rows:
     full = [str(index) for index, (_, f, t) in enumerate(memory) if f < t / 2]
     if full:
         message = f"More than half of the memory of GPU {', '.join(full)} is in use."
-        remedy = "End what uses it, or give --cuda-devices or less mem_fraction_static."
+        remedy = (
+            "End programs on it, or give --cuda-devices or less mem_fraction_static."
+        )
         yield "warning", "gpu memory", message, remedy
     if gpus.peers:
         yield "ok", "gpu links", "Each GPU reaches each other one directly."
@@ -274,10 +276,12 @@ def _free_bytes(folder: str) -> int:
 def _open_files(_: Machine) -> Rows:
     soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = math.inf if soft == resource.RLIM_INFINITY else soft
-    wanted = 2 * SOCKETS_WANTED
-    level = "ok" if limit >= wanted else "warning" if limit >= FEW_FILES else "problem"
+    recommended = 2 * SOCKETS_WANTED
+    level = (
+        "ok" if limit >= recommended else "warning" if limit >= FEW_FILES else "problem"
+    )
     message = f"The limit is {limit}; {SOCKETS_WANTED} requests in flight have a socket"
-    remedy = f"Raise it with `ulimit -n {wanted}`."
+    remedy = f"Raise it with `ulimit -n {recommended}`."
     yield level, "open files", f"{message} on both sides.", remedy
 
 
@@ -316,11 +320,11 @@ def _servers(_: Machine) -> Rows:
                 processes[int(pid)] = watchdog
     # A server without a watchdog above it was left over, or started by hand.
     tops = processes.keys() - {child for pid in processes for child in descendants(pid)}
-    left = [str(pid) for pid in sorted(tops) if not processes[pid]]
-    if left:
-        pids = ", ".join(left)
+    leftovers = [str(pid) for pid in sorted(tops) if not processes[pid]]
+    if leftovers:
+        pids = ", ".join(leftovers)
         message = f"Servers of yours run that this package does not look after: {pids}."
-        remedy = f"If nobody needs them, end them with `kill {' '.join(left)}`."
+        remedy = f"If nobody needs them, end them with `kill {' '.join(leftovers)}`."
         yield "warning", "servers", message, remedy
     else:
         yield "ok", "servers", f"None is left over; {len(tops)} in use."

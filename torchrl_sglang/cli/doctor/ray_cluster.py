@@ -119,8 +119,8 @@ def look_at_cluster(
     pairs = zip(actors, nodes, strict=True)
     ports = _get(ray, [actor.listen.remote(node.address) for actor, node in pairs])
     listeners = zip(nodes, ports, strict=True)
-    others = [(node.address, at) for node, at in listeners if isinstance(at, int)]
-    reports = _get(ray, [actor.look.remote(others, **options) for actor in actors])
+    addresses = [(node.address, at) for node, at in listeners if isinstance(at, int)]
+    reports = _get(ray, [actor.look.remote(addresses, **options) for actor in actors])
     for actor in actors:
         ray.kill(actor)
     answers = zip(nodes, reports, strict=True)
@@ -155,8 +155,8 @@ def _get(ray: Any, calls: Sequence[Any]) -> list[Any]:
     deadline = time.monotonic() + ANSWER_SECONDS
     for call in calls:
         try:
-            left = max(deadline - time.monotonic(), 0.0)
-            results.append(ray.get(call, timeout=left))
+            remaining = max(deadline - time.monotonic(), 0.0)
+            results.append(ray.get(call, timeout=remaining))
         except Exception as error:  # noqa: BLE001 - Ray's, of many kinds.
             lines = [line for line in str(error).splitlines() if line.strip()]
             results.append(f"{type(error).__name__}: {(lines or ['no answer'])[-1]}")

@@ -22,7 +22,7 @@ DEFAULT_MEMORY = 80.0
 DESCRIPTION = """\
 Counts the memory of a GRPO run of MODEL on so many GPUs, trainer and servers, from the
 model's configuration alone. It says where each side should run, and prints the command;
-or why nothing fits, and what would.
+or why nothing fits, and remedies.
 
 The figures are formulas, of the tensors that this package, PyTorch and SGLang make; the
 guide "Which arrangement" says which of them were measured. The exit status is 1 if

@@ -187,8 +187,8 @@ def _notes(found: Arrangement) -> Iterator[str]:
     work = found.work
     if found.margin < THIN * found.cluster.memory:
         yield (
-            f"  The trainer's peak leaves {found.margin / GIB:.1f} GiB of what a GPU "
-            f"has for tensors: if it runs out of memory, halve max_tokens_per_pass."
+            f"  The trainer's peak leaves {found.margin / GIB:.1f} GiB of a GPU's "
+            f"memory for tensors: if it runs out of memory, halve max_tokens_per_pass."
         )
     if found.unused:
         yield f"  {found.unused} GPUs have nothing to do."

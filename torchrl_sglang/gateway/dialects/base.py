@@ -77,19 +77,19 @@ class Writer(abc.ABC):
         return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
 
 
-def more(text: str, told: str) -> str:
+def more(text: str, streamed: str) -> str:
     """Returns the growth of a streamed text.
 
     Raises:
         GatewayError: if its earlier text has changed.
     """
-    if not text.startswith(told):
+    if not text.startswith(streamed):
         raise GatewayError(
-            "The response is another one than what was streamed of it: it had to begin "
-            "anew. It is not recorded; ask again.",
+            "The response differs from its streamed part: it had to begin anew. It "
+            "is not recorded; ask again.",
             status=503,
         )
-    return text[len(told) :]
+    return text[len(streamed) :]
 
 
 Recall: TypeAlias = Callable[[str], Turn | None]

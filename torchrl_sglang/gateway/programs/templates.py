@@ -28,11 +28,11 @@ def task_values(task: Any) -> Mapping[str, Any]:
     return task if isinstance(task, Mapping) else {TASK: task}
 
 
-def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
+def fill(kind: str, text: str, values: Mapping[str, Any]) -> str:
     """Fills the values into a text.
 
     Args:
-        what: kind of the text, for the message.
+        kind: kind of the text, for the message.
         text: text with placeholders.
         values: name -> value.
 
@@ -53,14 +53,14 @@ def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
             guess = nearest(name, map(str, values))
             hint = "" if guess is None else f" Did you mean {{{guess}}}?"
             raise ConfigurationError(
-                f"{what} names {{{name}}}, which is no value of the task; there are "
+                f"{kind} names {{{name}}}, which is no value of the task; there are "
                 f"{', '.join(map(str, values))}.{hint} Write {{{{{name}}}}} for the "
                 f"text itself."
             )
         value = values[name]
         if not isinstance(value, (str, int, float)):
             raise ConfigurationError(
-                f"{what} names {{{name}}}, which is a {type(value).__name__}; only "
+                f"{kind} names {{{name}}}, which is a {type(value).__name__}; only "
                 f"texts and numbers can be named."
             )
         return str(value)
@@ -71,7 +71,7 @@ def fill(what: str, text: str, values: Mapping[str, Any]) -> str:
     except UnicodeEncodeError as error:
         half = filled[error.start : error.end]
         raise ConfigurationError(
-            f"{what} has {half!r} in {filled[max(error.start - 20, 0) : error.end]!r}: "
+            f"{kind} has {half!r} in {filled[max(error.start - 20, 0) : error.end]!r}: "
             f"half of a character, which cannot be written; a text was cut within it."
         ) from error
     return filled

@@ -155,7 +155,7 @@ class Stream:
         if failure is not None:
             yield self._write.failed(failure, self._dialect.error(failure))
             if self._task.done() and self._task.exception() is None:
-                raise ConnectionResetError("The answer is not what was told of it.")
+                raise ConnectionResetError("The answer differs from its streamed part.")
 
     def _new(self) -> Iterator[bytes]:
         """Yields the events of new stable prefixes."""

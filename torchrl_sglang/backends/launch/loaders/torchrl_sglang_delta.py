@@ -78,7 +78,7 @@ def state_of(model: Any) -> UpdateState:
             if name == STATE:
                 return state.tell()
             if report_weights is None:
-                raise AttributeError(f"{type(model).__name__} tells no weights.")
+                raise AttributeError(f"{type(model).__name__} reports no weights.")
             return report_weights(name, *args, **options)
 
         model.__dict__["get_weights_by_name"] = tell
@@ -275,7 +275,7 @@ class CopyRoute(NamedTuple):
         """Returns the memory of the parameter, as bit patterns."""
         target = _tensors_of(model)[self.target]
         if _layout(target) != self.layout:
-            raise ValueError(f"{self.target} is not what it was: {_layout(target)}")
+            raise ValueError(f"{self.target} has changed its layout: {_layout(target)}")
         bits = INTEGERS[target.element_size()]
         made = torch.empty(0, dtype=bits, device=target.device)
         return made.set_(target.untyped_storage())

@@ -175,7 +175,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place, name = self._place_of(target), self._name_of(source)
         if name is None:
             raise UntraceableError(
-                f"it copies what it made while it loads {self._current}"
+                f"it copies computed values while it loads {self._current}"
             )
         # As copy_ does with a source of another shape.
         source = source.expand(target.shape)
@@ -201,7 +201,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         target = step.target
         key = (target.data_ptr(), target.shape, target.stride())
         if key in self._written:
-            raise UntraceableError(f"it writes twice to what it loads {name} into")
+            raise UntraceableError(f"it writes twice to the destination of {name}")
         self._written.add(key)
         if step.fill is None and target.is_contiguous():
             # One contiguous copy is fastest.
@@ -360,7 +360,7 @@ def take_questions(model: Any, state: LoaderState) -> None:
         if name.startswith(QUESTION):
             return state.answer(name.removeprefix(QUESTION).strip("/"))
         if get_parameter is None:
-            raise AttributeError("This model does not tell its parameters by name.")
+            raise AttributeError("This model does not return its parameters by name.")
         return get_parameter(name, *args, **kwargs)
 
     model.get_weights_by_name = get_weights_by_name

@@ -198,8 +198,8 @@ class _ItemReader:
         else:
             raise ConfigurationError(
                 f"{where} has the type {kind!r:.50}; items are messages, reasoning, "
-                f"calls of functions and custom tools, and their outputs. Those of "
-                f"tools that OpenAI's servers run are not supported; leave them out."
+                f"calls of functions and custom tools, and their outputs. Tools "
+                f"on OpenAI's servers are not supported; leave their items out."
             )
 
     def _read_reference(self, where: str, item: Mapping[str, Any]) -> None:
