@@ -68,7 +68,7 @@ class SGLangError(Exception):
     partly: bool = False
     """Whether a call to several servers failed here and succeeded on another server."""
     completions: Mapping[int, object] = {}
-    """Finished responses (:class:`.Completion`) of the batch that this error ended, by
+    """Finished responses (:class:`.Completion`) of the batch ended by this error, by
     position."""
 
     def __init__(self, *message: object, **attributes: Any) -> None:
@@ -144,8 +144,8 @@ class ServerUnavailableError(ServerError, ConnectionError):
     """A server cannot be reached, or failed with a server error (5xx)."""
 
     transient: bool = False
-    """The connection broke or the server answered 5xx, so that a retry, or another
-    server, may succeed. A malformed answer is not transient."""
+    """The connection broke or the server answered 5xx; a retry, or another server, may
+    succeed. A malformed answer is not transient."""
     status: int | None = None
     """The HTTP status, if the server had begun to answer."""
 
@@ -196,7 +196,7 @@ class CheckpointError(SGLangError, RuntimeError):
 
 
 class CollectionError(SGLangError, RuntimeError):
-    """A collector cannot continue; its cause is the error that ended it."""
+    """A collector cannot continue; its cause is the final error."""
 
 
 class CollectionTimeoutError(CollectionError, TimeoutError):

@@ -306,8 +306,8 @@ class AsyncSGLang(TorchRLCalls):
             max_restarts: number of restarts of each server.
             progress_timeout: after this time without a completed request, in seconds,
                 every server is probed for a token; a server without a token is
-                restarted, unless it reports that it is paused, for the weight update of
-                another engine object.
+                restarted, unless it reports a pause, for the weight update of another
+                engine object.
             deterministic: start the servers in SGLang's deterministic mode
                 (``enable_deterministic_inference``), in which a response depends only
                 on its prompt, its ``sampling_seed`` and the weights, not on concurrent
@@ -531,8 +531,8 @@ class AsyncSGLang(TorchRLCalls):
     def replicas(self) -> tuple[Replica, ...]:
         """Last known state of every server; reads it without a request.
 
-        Includes servers that somebody else started and servers that are down.
-        :meth:`stats` asks the servers.
+        Includes others' servers and unavailable servers. :meth:`stats` asks the
+        servers.
 
         Examples:
             >>> [(replica.url, replica.state) for replica in engine.replicas]
@@ -596,7 +596,7 @@ class AsyncSGLang(TorchRLCalls):
         return await run_async(work)
 
     def _to_batch(self, prompts: Any, sampling_params: Any, **options: Any) -> Batch:
-        # Tokenizes in the caller's thread, so that the background loop is free.
+        # Tokenizes in the caller's thread, to keep the background loop free.
         self._check_usable()
         return to_batch(prompts, sampling_params, self.get_tokenizer, **options)
 

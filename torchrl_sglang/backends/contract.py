@@ -32,7 +32,7 @@ from torchrl_sglang.types import (
 class RLSGLangEngine(abc.ABC):
     """An SGLang engine for reinforcement learning: generation and weight updates.
 
-    Every method that waits has a timeout, and every error is one of this package.
+    Every blocking method has a timeout, and every error is one of this package.
 
     Examples:
         >>> isinstance(engine, RLSGLangEngine), engine.num_replicas
@@ -107,7 +107,7 @@ class RLSGLangEngine(abc.ABC):
                 prefix; one for all or one for each.
             timeout: timeout of the batch, in seconds. Defaults to 1800.
             request_timeout: timeout of each request from its dispatch, in seconds. A
-                timed-out request is an error of that item.
+            timed-out request is an error of its item.
             return_exceptions: return the error of an item in its place instead of
                 raising the first one. A raised error aborts the other in-flight
                 requests and carries the finished responses as ``completions``.
@@ -124,9 +124,9 @@ class RLSGLangEngine(abc.ABC):
                 the sampling parameters, as the trained model and vLLM compute them. If
                 the server returns others (penalties, ``logit_bias``, ``min_new_tokens``
                 and grammars change the logits before), the finished response is scored
-                by the same weights: tokens of weights that were replaced in the
-                meantime get NaN, and a response with only such tokens is generated
-                again. ``"sampling"``: the sampling distribution's, as SGLang reports
+                by the same weights: tokens of weights replaced in the meantime get NaN,
+                and a response with only such tokens is generated again. ``"sampling"``:
+                the sampling distribution's, as SGLang reports
                 it: after temperature, penalties, biases and grammar, and before top-p,
                 top-k and min-p. ``"behaviour"``: the actual sampling distribution's,
                 renormalized over the tokens that top-p, top-k and min-p left. These are
@@ -219,7 +219,7 @@ class RLSGLangEngine(abc.ABC):
         and other engine of these servers.
 
         Raises:
-            ConfigurationError: when it is set to an adapter that is not loaded.
+            ConfigurationError: when it is set to an unloaded adapter.
             UnsupportedByServerError: when it is set, and the servers have no LoRA.
         """
 
@@ -409,7 +409,7 @@ class RLSGLangEngine(abc.ABC):
         tokens so far.
 
         Args:
-            timeout: in seconds; requests that have not returned by then are left alone.
+            timeout: in seconds; requests still in flight are then left alone.
             keep: leave requests alone that would continue exactly; False: abort them,
                 too, so that nothing of this engine runs before it sends requests again.
         """
@@ -465,7 +465,7 @@ class RLSGLangEngine(abc.ABC):
         Args:
             tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (effective with
                 ``SGLANG_MEMORY_SAVER_CUDA_GRAPH=1`` in the servers' environment).
-                Memory that is already asleep stays asleep.
+                Memory already asleep stays asleep.
             abort_first: abort running requests, of all users, instead of waiting.
             drain_timeout: timeout for running requests, in seconds.
 
@@ -486,8 +486,8 @@ class RLSGLangEngine(abc.ABC):
         When all of it is back, and the weights are not lost, generation continues.
 
         Args:
-            tags: as for :meth:`sleep`; by default all released memory. Memory that is
-                awake stays awake.
+            tags: as for :meth:`sleep`; by default all released memory. Awake memory
+            stays awake.
 
         Raises:
             ConfigurationError: if a tag is unknown.

@@ -23,9 +23,9 @@ def choose_template(
         tokenizer: the model's.
         template: an explicit template.
         name: name of a template of TorchRL.
-        by_model: select TorchRL's template by the model's name, so that trainer and
-            engine see the same prompt. For other models, and without ``by_model``, it
-            is the tokenizer's own; TorchRL would fall back to ChatML.
+        by_model: select TorchRL's template by the model's name, for the same prompt in
+            trainer and engine. For other models, and without ``by_model``, it is the
+            tokenizer's own; TorchRL would fall back to ChatML.
 
     Raises:
         ConfigurationError: if there is none.

@@ -2,8 +2,8 @@
 
 A turn is the template's output in the pass of its message loop, from the generation
 prompt to the end-of-turn token. Its position is recorded while the template runs: texts
-of messages are not searched. A pass that writes other messages, too, is refused unless
-loops over messages write them.
+of messages are not searched. A pass with other messages, too, is refused unless loops
+over messages write them.
 """
 
 from __future__ import annotations

@@ -55,9 +55,8 @@ def shared_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
 class PieceEncoder:
     """Encodes texts like a tokenizer, with a cache of long pieces.
 
-    Texts are only cut before special tokens, and only before those that passed a test
-    of equal tokens. A tokenizer in Python, or one that finds special tokens in
-    normalized text, encodes whole texts.
+    Texts are only cut before special tokens, and only after a test of equal tokens. A
+    tokenizer in Python, or with special tokens in normalized text, encodes whole texts.
 
     Args:
         tokenizer: tokenizer of a model.

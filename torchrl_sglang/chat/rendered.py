@@ -118,12 +118,12 @@ def after_marks(
         body: rendered text after the response's prompt.
         marked_body: the same for the response with ``marks``.
         marks: see :func:`marked`.
-        response: a response that a token ended.
+        response: a response ended by a token.
         ids: ids of its tool calls in the rendered text.
 
     Returns:
         The text after the end; ``None`` if the template drops a part of the response,
-        or distinguishes calls by ids that the model did not write.
+        or distinguishes calls by ids not written by the model.
     """
     if _MARK in body or any(mark not in marked_body for mark in marks):
         return None

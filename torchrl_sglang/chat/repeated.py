@@ -28,7 +28,7 @@ class Repeated(dict[str, Any]):
 
 
 def read_once(read: Callable[[str, Any], _T]) -> Callable[[str, Any], _T]:
-    """Decorates a reader so that it reads each :class:`Repeated` once.
+    """Decorates a reader to read each :class:`Repeated` once.
 
     The name is only for errors, and callers must not change the result.
     """

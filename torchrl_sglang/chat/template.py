@@ -1,10 +1,10 @@
 """Chat templates, and the continuation of conversations by tokens.
 
 A model's tokens are kept unchanged: a later turn's prompt consists of the tokens of the
-earlier prompt, the tokens of the response, and the tokenized text that the template
-writes after them. Each turn tests whether a template can be extended like this, by
-comparing renderings: once, and again if it renders the response in other words than the
-model's, such as another order of arguments.
+earlier prompt, the tokens of the response, and the tokenized text of the template after
+them. Each turn tests whether a template can be extended like this, by comparing
+renderings: once, and again if it renders the response in other words than the model's,
+such as another order of arguments.
 
 :meth:`ChatTemplate.extend` is for callers with the turns of a conversation, and
 :meth:`ChatTemplate.go_on` for callers with its tokens only.

@@ -51,7 +51,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Drops these signals in the block, so that a clean-up finishes.
+    """Drops these signals in the block, to let a clean-up finish.
 
     They are caught, not ignored: child processes would inherit an ignored signal.
     """

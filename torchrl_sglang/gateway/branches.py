@@ -68,7 +68,7 @@ class Known:
     same_settings: bool
     """Whether it has the tools and template variables of the request."""
     shared: int = 0
-    """Leading messages that the request's prompt shares with it."""
+    """Leading messages in common with the request's prompt."""
 
 
 def nearest(known: Sequence[Known], given: Sequence[Message]) -> Branch:
@@ -128,7 +128,7 @@ def _differs(
 ) -> Branch:
     """Returns the difference in the first unequal message of two conversations.
 
-    It is compared with the model's message, if the client could have seen that.
+    It is compared with the model's message, if the client could have seen it.
     """
     expected, other = own[index], given[index]
     where = f"messages[{index}] is not what {name} has"

@@ -2,8 +2,8 @@
 
 A row is a trajectory: the first prompt, and everything after it as the response. The
 assistant mask covers the policy's tokens that no earlier row has. All other log-probs
-are NaN, so that losses exclude these tokens under each of their masking strategies. The
-rows of a session end with the last row, so that ``MCAdvantage`` counts sessions.
+are NaN: losses exclude these tokens under each of their masking strategies. The rows of
+a session end with the last row: ``MCAdvantage`` counts sessions.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _layouts(trajectory: Trajectory) -> list[TokenLayout]:
 def _column(trajectory: Trajectory, layout: TokenLayout) -> TokenValues:
     """Returns a token column of all tokens of a trajectory.
 
-    A token that several turns read has the value of the first turn.
+    A token read by several turns has the value of the first turn.
     """
     parts, name, covered = [], layout.name, 0
     for turn, _, start, end in trajectory.spans():

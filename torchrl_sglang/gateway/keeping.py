@@ -63,7 +63,7 @@ class Keeper:
         """
         origin = turns[0].prompt.origin
         with self._lock:
-            # A client that continues a turn has seen it.
+            # A client has seen the turns it continues.
             turns = [*_unkept(session, origin), *turns]
             pinned = turns if origin is None else [origin, *turns]
             session.pinned += pinned
@@ -105,7 +105,7 @@ class Keeper:
                 self.store.delete_turns(session, gone)
 
     def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Records turns as received by a client, so that they remain."""
+        """Records turns as received by a client, to keep them."""
         if self.store is not None:
             self.store.received(session, turns)
 
@@ -149,7 +149,7 @@ def check_takes_turns(session: Session) -> None:
 
 
 def _unkept(session: Session, turn: Turn | None) -> list[Turn]:
-    """Returns this turn and its predecessors that their session lacks, oldest first."""
+    """Returns this turn and its missing predecessors, oldest first."""
     missing: list[Turn] = []
     while turn is not None and turn not in session:
         missing.append(turn)

@@ -21,7 +21,7 @@ class Progress:
 
     def begin(self, prompt_tokens: int) -> None:
         """Begins the generation of a valid request."""
-        # No event yet: a server that is down shows in the answer's status.
+        # No event yet: an unavailable server shows in the answer's status.
         self.prompt_tokens = prompt_tokens
 
     def tell(self, number: int, draft: Draft) -> None:

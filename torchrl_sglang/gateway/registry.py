@@ -18,7 +18,7 @@ class SessionRegistry:
 
     Args:
         lock: held while a session begins or ends.
-        max_dropped: largest number of dropped sessions that are remembered.
+        max_dropped: largest number of remembered dropped sessions.
     """
 
     def __init__(self, lock: threading.Lock, max_dropped: int = 10_000) -> None:

@@ -74,7 +74,7 @@ class Request:
     edits: bool = False
     """Return the edits of the conversation: none."""
     keep: bool = False
-    """Keep the answer, so that clients can retrieve and continue it."""
+    """Keep the answer, for clients to retrieve and continue."""
     name: str = ""
     """Name of the answer in its session."""
     digest: str = ""

@@ -22,7 +22,7 @@ KEPT_SECONDS = 600.0
 """Time to keep an answer for a repetition of its request."""
 
 ATTEMPT_HEADERS = {"x-stainless-retry-count": 0, "x-envoy-attempt-count": 1}
-"""Header that counts the attempts of a client, or of a proxy -> its first value."""
+"""Header with the count of a client's or proxy's attempts -> its first value."""
 
 Attempt: TypeAlias = tuple[int, ...]
 """Repetitions by each of :data:`ATTEMPT_HEADERS`; later attempts are greater."""

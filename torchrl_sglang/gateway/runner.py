@@ -75,7 +75,7 @@ class Runner:
         app = self._make_app()
         runner = web.AppRunner(
             app,
-            # A client that hangs up frees the server.
+            # A disconnect of the client frees the server.
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=0.1,

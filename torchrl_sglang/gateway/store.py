@@ -1,4 +1,4 @@
-"""Sessions in an SQLite file, so that they survive the gateway."""
+"""Sessions in an SQLite file, to survive the gateway."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ _COMPLETION = [
 class Store:
     """Writes growing sessions to a file, and reads them back.
 
-    A thread writes, in the order of the calls. Changes that fail because of the disk
-    are kept and written first when it recovers, except turns: no client has seen an
-    unwritten turn. A turn is stored as its difference to its parent. A file belongs to
-    one gateway at a time.
+    A thread writes, in the order of the calls. Changes with a disk error are kept and
+    written first when it recovers, except turns: no client has seen an unwritten turn.
+    A turn is stored as its difference to its parent. A file belongs to one gateway at a
+    time.
 
     Args:
         path: path of the file; created if missing, readable by its owner only.

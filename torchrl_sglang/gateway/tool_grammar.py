@@ -21,7 +21,7 @@ from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 GRAMMARS = frozenset(
     name for name, row in SAMPLING_PARAMETERS.items() if row.needs_grammar
 )
-"""Sampling parameters that are grammars; a request has at most one."""
+"""Sampling parameters for grammars; a request has at most one."""
 
 MOST_CHARACTERS, MOST_LEVELS = 200_000, 100
 """Most characters of a grammar, and levels of brackets. Servers compile grammars beside

@@ -112,9 +112,9 @@ def conversation_returns(
 class GroupAdvantage:
     """Adds ``"advantage"`` to a batch of whole groups, float32 of shape ``(B, 1, 1)``.
 
-    All turns of a conversation share its advantage. Computed in float64, so that the
-    advantage of equal rewards is zero. It keeps no state: unlike TorchRL's
-    ``MCAdvantage`` it needs whole groups, and no prompt as a key of the group.
+    All turns of a conversation share its advantage. Computed in float64: the advantage
+    of equal rewards is zero. It keeps no state: unlike TorchRL's ``MCAdvantage`` it
+    needs whole groups, and no prompt as a key of the group.
 
     Args:
         group_size: conversations per group; at least 2.
@@ -128,7 +128,7 @@ class GroupAdvantage:
         ConfigurationError: if an argument is invalid, or, when called, a batch does not
             consist of whole groups.
         NotFiniteError: when called, if a function makes NaN or infinite advantages of
-            finite returns. The loss handles returns that are not finite.
+            finite returns. The loss handles NaN and infinite returns.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -58,7 +58,7 @@ def packed_attention(
             may have fewer heads.
         key: of the same tokens.
         value: of the same tokens.
-        attention_mask: for rows that are not packed.
+        attention_mask: for unpacked rows.
         dropout: share of attention weights to drop.
         scaling: factor of the products. Defaults to PyTorch's.
         sliding_window: visible tokens, the token itself included. Defaults to all.

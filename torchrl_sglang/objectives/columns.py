@@ -22,7 +22,7 @@ ATTENTION_MASK = ("masks", "all_attention_mask")
 ASSISTANT_MASK = ("masks", "all_assistant_mask")
 POLICY_VERSIONS = "token_policy_version"
 """Policy version of each token of the response, as collectors count weight updates: -1
-for tokens that the policy did not write."""
+for tokens not written by the policy."""
 
 
 def read(batch: TensorDictBase, key: NestedKey, padding_value: Any) -> Tensor | None:

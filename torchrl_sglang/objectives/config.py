@@ -53,10 +53,10 @@ class Rejection:
 class RolloutCorrectionConfig:
     """Methods of off-policy correction, by verl's names.
 
-    Three policies take part: the policy that sampled the tokens (rollout), the policy
-    at the begin of the training step (old, or proximal), and the policy in training. In
-    decoupled mode the loss clips the ratio of the last two and the first gap is
-    corrected by weights and masks. In bypass mode the old policy is the rollout policy.
+    Three policies take part: the policy at sampling (rollout), the policy at the begin
+    of the training step (old, or proximal), and the policy in training. In decoupled
+    mode the loss clips the ratio of the last two and the first gap is corrected by
+    weights and masks. In bypass mode the old policy is the rollout policy.
 
     :class:`.OffPolicyCorrection` applies a configuration. The class methods are verl's
     presets: a preset's name can be given instead of a configuration.

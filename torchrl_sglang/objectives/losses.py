@@ -76,8 +76,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
 
     - ``clip_fraction``, ``kl_approx``, ``entropy``, ``kl_to_ref``,
       ``kl_to_inference`` and the losses of the last two are averages over the loss
-      tokens. TorchRL 0.14 averages over padding and prompts, too, so that a batch
-      with one long sequence has a weaker KL penalty;
+      tokens. TorchRL 0.14 averages over padding and prompts, too: a batch with a long
+      sequence has a weaker KL penalty;
     - an advantage per token is padded on the left in a ragged batch, as log-probs are;
       TorchRL pads it on the right, where it meets other tokens;
     - ``kl_approx`` is the mean of :math:`-\log r`, with the loss's ratio :math:`r`: its
@@ -91,7 +91,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
       logits with a mask of their own shape, which with a vocabulary of 150,000 takes
       more memory and time than the model;
     - with ``aggregation="prompt_mean"`` the KL penalties are means over sequences, too,
-      and with ``"none"`` they are per token, so that all losses are of one kind;
+      and with ``"none"`` they are per token: all losses are of one kind;
     - ``aggregation="constant"`` divides the sum over tokens by the number of sequences
       times ``max_tokens``, as Dr. GRPO does (https://arxiv.org/abs/2503.20783): the
       tokens of long and of short responses count alike;

@@ -28,7 +28,7 @@ _LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers that restart where attention and positions do."""
 
 _ROPES = {"dynamic", "longrope"}
-"""Positions that depend on the length of the whole row."""
+"""Positions dependent on the length of the whole row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,7 +224,7 @@ def _hands_on(layer: type) -> bool:
     try:
         source = textwrap.dedent(inspect.getsource(layer.forward))  # type: ignore[attr-defined]
     except (OSError, TypeError):
-        # Code that was generated at run time.
+        # Code generated at run time.
         return True
     return all(
         any(keyword.arg is None for keyword in call.keywords)

@@ -90,7 +90,7 @@ class LossRanks:
         severity = worst = 0 if error is None else _kind_of(error)
         if self.size > 1:
             if error is not None and str(error) != _ELSEWHERE:
-                # A rank that still waits in another collective blocks this rank.
+                # A rank still waiting in another collective blocks this rank.
                 torchrl_logger.warning(
                     f"Rank {dist.get_rank()} of the trainer has an error, which ends "
                     f"this step on all ranks: {describe(error)}."
@@ -151,7 +151,7 @@ class Gradients:
     def weigh(self, count: Tensor) -> Tensor:
         """Returns the factor of a mean loss over ``count`` values.
 
-        The first part has a factor of about 1, so that sums remain in the range of a
+        The first part has a factor of about 1, to keep sums in the range of a
         half-precision gradient.
         """
         if self._first is None:

@@ -191,7 +191,7 @@ class Choose(TorchFunctionMode):
         experts = self._experts.view(shape)
         is_same = (experts.sort(-1).values == result.indices.sort(-1).values).all(-1)
         self.own = is_same.view(-1) | self._missing.squeeze(-1)
-        # In the router's order, so that the same experts are summed in the same order.
+        # In the router's order: the same experts are summed in the same order.
         unchanged = self.own.view(*shape[:-1], 1)
         indices = torch.where(unchanged, result.indices, experts)
         return torch.return_types.topk((scores.gather(-1, indices), indices))

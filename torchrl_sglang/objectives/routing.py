@@ -3,7 +3,7 @@
 An engine and a trainer compute the scores of a router with different kernels, and often
 in different types, so that they choose different experts for some tokens, whose
 log-probs then differ by far more than rounding. Here the trainer takes the engine's
-choice, from a batch that was collected with ``token_columns=["routed_experts"]``.
+choice, from a batch collected with ``token_columns=["routed_experts"]``.
 """
 
 from __future__ import annotations
@@ -257,10 +257,10 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
     that it is trained as usual.
 
     Inside the block, the model replays given experts: from
-    :meth:`~RoutingReplay.using`, from a wrapper that was given here instead of its
-    model, and from the losses of this package; otherwise, its routers choose. A
-    backward pass that recomputes activations (gradient checkpointing) replays the
-    experts of its forward pass, also after the block.
+    :meth:`~RoutingReplay.using`, from a wrapper given here instead of its model, and
+    from the losses of this package; otherwise, its routers choose. A backward pass that
+    recomputes activations (gradient checkpointing) replays the experts of its forward
+    pass, also after the block.
 
     Experts come from ``token_columns=["routed_experts"]``; the router chooses for
     unreported tokens, such as the last.

@@ -125,7 +125,7 @@ def address_facing(urls: Sequence[str]) -> str:
     """Returns this machine's address from the servers' point of view.
 
     It is loopback if all servers are on loopback, and otherwise the source address for
-    the first other server; local servers reach that, too.
+    the first other server; local servers reach this address, too.
     """
     for url in urls:
         parsed = URL(url)

@@ -136,7 +136,7 @@ class MetricsEndpoint:
 
 
 class _ThreadedServer(ThreadingMixIn, WSGIServer):
-    """Answers scrapes concurrently, so that a hanging scrape blocks no other."""
+    """Answers scrapes concurrently: a hanging scrape blocks no other."""
 
     daemon_threads = True
     # Statistics have a timeout, and the process does not wait for a scrape.

@@ -98,8 +98,7 @@ class FaultyProxy:
         Args:
             path: path of the requests, such as ``"/end_weight_update"``.
             fault (str | Callable): kind of the fault, a name in ``Fault``, or a
-                function that is called in another thread before each request is
-                forwarded.
+                function called in another thread before each request is forwarded.
             first: the first broken request; 1 for the next request.
             times: number of consecutive broken requests.
 

@@ -118,7 +118,7 @@ def in_flight_spec(run: RunData) -> dict[str, Any] | None:
                 "type": "quantitative",
                 "title": None,
                 "stack": None,
-                # As wide as the names of lanes, so that both have the same times.
+                # As wide as the names of lanes: both have the same times.
                 "axis": {"minExtent": 60, "tickCount": 4, "tickMinStep": 1},
             },
         },

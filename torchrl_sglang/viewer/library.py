@@ -20,8 +20,8 @@ PACKAGE = "vl-convert-python"
 def library() -> str:
     """Returns Vega, Vega-Lite and Vega-Embed as a script, without a network.
 
-    The package bundles it in seconds, so it is cached in a folder for temporary files
-    that only this user can write to.
+    The package bundles it in seconds, so it is cached in a folder for temporary files,
+    writable only by this user.
 
     Raises:
         ConfigurationError: if the package is not installed.

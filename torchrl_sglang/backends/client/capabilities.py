@@ -353,7 +353,7 @@ def interpret(
 def _draft(server_info: Mapping[str, Any]) -> Literal["separate", "same"] | None:
     """Returns the source of a draft model's weights.
 
-    A model that predicts several tokens (MTP, NEXTN) drafts for itself: SGLang reports
+    A model with multi-token prediction (MTP, NEXTN) drafts for itself: SGLang reports
     the served model as its draft, or none. NGRAM drafts from texts.
     """
     algorithm = server_info.get("speculative_algorithm")
@@ -400,6 +400,6 @@ def _mapping(value: object) -> dict[str, Any]:
 
 
 def _dtype(name: object) -> torch.dtype | None:
-    # "auto" means that the checkpoint decides.
+    # "auto" leaves the choice to the checkpoint.
     dtype = getattr(torch, str(name), None)
     return dtype if isinstance(dtype, torch.dtype) else None

@@ -24,7 +24,7 @@ def updates_draft(capabilities: ServerCapabilities, draft: DraftUpdate) -> bool:
 def model_fields(
     capabilities: ServerCapabilities, route: WeightRoute | None, draft: DraftUpdate
 ) -> dict[str, Any]:
-    """Returns the fields of a call that select its models.
+    """Returns the fields of a call for its models.
 
     Args:
         capabilities: capabilities of the servers.
@@ -44,7 +44,7 @@ def model_fields(
 def check_draft(
     capabilities: ServerCapabilities, route: WeightRoute, draft: DraftUpdate
 ) -> None:
-    """Checks that servers support an update's treatment of the draft model.
+    """Checks the servers' support of an update's treatment of the draft model.
 
     Args:
         capabilities: capabilities of the servers.

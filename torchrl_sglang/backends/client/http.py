@@ -42,7 +42,7 @@ NO_FILE_SECONDS = 0.05
 """Delay before the retry of a request without a free file for its connection."""
 
 STREAMED_BODY_BYTES = 1 << 20
-"""A larger body is written in pieces, so that other requests can be sent in between."""
+"""A larger body is written in pieces, with other requests sent in between."""
 
 OPEN_ROUTES = frozenset(
     {
@@ -366,7 +366,7 @@ class HttpClient:
         return {} if key is None else {"Authorization": f"Bearer {key}"}
 
     def give_up(self, server: str, *, before: float = math.inf) -> None:
-        """Fails the requests to a server that began ``before``, as if it hung up.
+        """Fails the requests to a server begun ``before``, as if it hung up.
 
         A dead machine closes no connection. Call it on the background loop.
         """

@@ -1,12 +1,12 @@
 """Reads the served model's files here: configuration, tokenizer, parameters.
 
-SGLang has no route that lists parameters. Its weight loaders expect the names of a
+SGLang has no route for a list of parameters. Its weight loaders expect the names of a
 checkpoint, so the Hugging Face model is built without memory (on the meta device) and
 its saved names are listed. They can differ from the module's: transformers fuses the
 experts of a layer on loading. A loader silently drops a fused name.
 
-A server that loaded weights from a folder reports that folder as its model. The folder
-is removed when newer weights are written, so a mark in it names the server's original
+After a load from a folder, a server reports this folder as its model. The folder is
+removed when newer weights are written, so a mark in it names the server's original
 model.
 """
 

@@ -11,7 +11,7 @@ ones, ``adapter_events`` their transitions, ``adapter_calls`` the requests to se
 and ``adapter_registry`` the interface for callers and requests.
 
 Decisions are pure: ``reconcile.py::reconcile`` on requests, restarts and addresses,
-``resize_events.py`` on servers that join or leave, ``adapter_events.py::advance`` on
+``resize_events.py`` on joining and leaving servers, ``adapter_events.py::advance`` on
 adapters, and ``weights_state.py::ServedWeights`` on consistency. Copies of the engine
 follow new addresses by ``replica.py::Directory``.
 """

@@ -1,8 +1,8 @@
 """Events of LoRA adapters, as pure transitions of the fleet; see :func:`.reconcile`.
 
-Adapters are loaded in turn. Retired loads that block a new load are dropped first, and
-requests use an adapter when every server has it. A restarted server reloads its missing
-adapters before it serves.
+Adapters are loaded in turn. Retired loads in the way of a new load are dropped first,
+and requests use an adapter when every server has it. A restarted server reloads its
+missing adapters before it serves.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Supervises the servers of an engine, and restarts those that end or hang.
+"""Supervises the servers of an engine, and restarts ended and hanging servers.
 
 A task on the background loop runs while the engine holds the fleet. It polls the
 servers, applies the observations to the fleet, and executes the actions of
 :func:`.reconcile`. A server that keeps ending is given up. An engine without servers of
 its own restarts none: its task runs while a server is out of rotation, and polls it. It
-also runs while requests are in flight, so that requests of a hanging server move
-elsewhere.
+also runs while requests are in flight, to move a hanging server's requests elsewhere.
 """
 
 from __future__ import annotations
@@ -93,9 +92,9 @@ class WatchTimes:
     """Time without a completed request, while some are in flight, before servers are
     probed with a generation."""
     probe: float = 5.0
-    """Timeout for a server to report that it is paused."""
+    """Timeout for a server's report of its pause."""
     first_restart: float = 0.5
-    """Wait before a restart; it doubles with each start that fails."""
+    """Wait before a restart; it doubles with each failed start."""
     longest_restart: float = 60.0
     """Longest wait before a restart."""
     directory: float = 2.0
@@ -105,10 +104,10 @@ class WatchTimes:
 
 
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
-    """Restarts unresponsive servers, and waits for all servers that are not lost.
+    """Restarts unresponsive servers, and waits for all servers except lost ones.
 
     A scheduler that waits in a collective for a dead trainer answers nothing, while its
-    process runs and its HTTP server reports that it is healthy.
+    process runs and its HTTP server reports itself as healthy.
     """
     deadline = time.monotonic() + timeout
     fleet.notice_deaths()

@@ -263,7 +263,7 @@ async def hangs(
         url: address of the server.
         timeout: timeout for a token, in seconds. After 20 s without a token, SGLang
             reports that it is unhealthy, and no longer whether it is paused.
-        probe: timeout for the server to report that it is paused, in seconds.
+        probe: timeout for the server's report of its pause, in seconds.
     """
     probe = min(timeout, probe)
 

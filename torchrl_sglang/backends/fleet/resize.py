@@ -47,7 +47,7 @@ class Resize:
     """Changes the set of an engine's servers.
 
     ``sent_to`` returns the number of this process's requests at an address; ``evict``
-    aborts a server's requests, so that they move elsewhere; ``poll`` polls the servers
+    aborts a server's requests, which then move elsewhere; ``poll`` polls the servers
     out of rotation.
     """
 
@@ -131,7 +131,7 @@ class Resize:
                     self._starting.remove(handle)
 
     async def _ask(self, urls: Sequence[str]) -> list[Replica]:
-        """Returns servers that run elsewhere, if they match the others."""
+        """Returns servers running elsewhere, if they match the others."""
         first = self._fleet.replicas[0].url
 
         async def ask(url: str) -> Replica:

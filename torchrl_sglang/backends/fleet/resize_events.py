@@ -2,7 +2,7 @@
 
 A joining server serves when it holds the current weights: it is polled first, like a
 restarted server. A leaving server finishes its requests before it is removed, and takes
-part in weight updates until then, so that no update breaks.
+part in weight updates until then: no update breaks.
 """
 
 from __future__ import annotations

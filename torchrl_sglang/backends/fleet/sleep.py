@@ -110,7 +110,7 @@ class SleepControl:
                 total = 0
                 if not abort_first:
                     total = sum(map(sum, await self._control.loads()))
-                # Read last, so that no request begins before the fleet falls asleep.
+                # Read last: no request begins before the fleet falls asleep.
                 in_flight = self._in_flight()
                 if not in_flight and not total:
                     self._fleet.apply(FellAsleep(tags=tags))

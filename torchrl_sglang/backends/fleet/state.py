@@ -91,7 +91,7 @@ class FleetState:
 
     @property
     def running(self) -> list[Replica]:
-        """Servers that run, in the order of their ranks."""
+        """Running servers, in the order of their ranks."""
         return [replica for replica in self.replicas if replica.runs]
 
     @cached_property
@@ -255,7 +255,7 @@ class FleetState:
             )
 
     def no_server_error(self) -> SGLangError:
-        """Returns the error that explains why no server gets requests."""
+        """Returns the error for an engine without a server in rotation."""
         stale = [replica for replica in self.replicas if replica.state == "stale"]
         reasons = _reasons(stale or self.replicas, " " if stale else "\n")
         current = (r for r in stale if r.version == self.weights.version)

@@ -92,7 +92,7 @@ class Step:
     def take_back(
         self, replica: Replica, reason: str, *, restarted: bool = True
     ) -> Replica:
-        """Adopts a server that runs again; it is polled before it serves."""
+        """Adopts a restarted server; it is polled before it serves."""
         replica = self.put(
             replica,
             start_id="",

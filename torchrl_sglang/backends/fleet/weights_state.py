@@ -29,7 +29,7 @@ class ServedWeights:
     newest: str
     """Newest version of weights or an adapter so far; no later one reuses it."""
     checkpoint_version: str | None
-    """Version of the checkpoint that the servers started with; ``None``: unknown."""
+    """Version of the servers' first checkpoint; ``None``: unknown."""
     inconsistent: str | None = None
     """Reason why the servers may hold a mix of weights; ``None``: consistent."""
     base_intact: bool = False
@@ -37,18 +37,18 @@ class ServedWeights:
     second_hand: bool = False
     """Another engine object caused the inconsistency, and will end it."""
     abort_epoch: int = 0
-    """Number of times that in-flight requests were aborted, to be sent again."""
+    """Number of aborts of in-flight requests, to be sent again."""
     membership_epoch: int = 0
     """Grows when a server joins or leaves; a process group is valid for one epoch."""
     in_place_versions: frozenset[str] = frozenset()
-    """Versions that in-flight requests continued with, on a stale KV cache."""
+    """Versions of in-flight requests continued on a stale KV cache."""
     clean_versions: frozenset[str] = frozenset()
     """Versions before which the KV cache was flushed."""
 
     @classmethod
     def reported(cls, version: str) -> ServedWeights:
-        """Returns the state of weights with the version that servers report."""
-        # A number means that a trainer has sent weights before.
+        """Returns the state of weights with the servers' reported version."""
+        # A number is from a trainer's earlier weights.
         checkpoint = None if version.isdigit() else version
         return cls(version=version, newest=version, checkpoint_version=checkpoint)
 
@@ -58,7 +58,7 @@ class ServedWeights:
         return replace(self, newest=newest)
 
     def observe(self, version: str) -> ServedWeights:
-        """Adopts a version that a server reports, if it is newer."""
+        """Adopts a server's reported version, if it is newer."""
         if version_order(version) <= version_order(self.version):
             return self
         now = replace(self.reserve(version), version=version)
@@ -160,9 +160,9 @@ class WeightUpdate:
         return self._before.inconsistent is not None and not self._before.base_intact
 
     def commit(self, version: str, *, checkpoint: bool = False) -> None:
-        """Commits a version that every server holds; call it before generation resumes.
+        """Commits the version of every server; call it before generation resumes.
 
-        ``checkpoint``: these are the weights that the servers were started with.
+        ``checkpoint``: these are the weights of the servers' start.
         """
         options = {"in_place": self._in_place, "flushed": self._flushed}
         self._change(lambda now: now.commit(version, checkpoint=checkpoint, **options))
@@ -174,7 +174,7 @@ class WeightUpdate:
         self._end(initial.inconsistent, base_intact=initial.base_intact)
 
     def reserve(self, version: str) -> None:
-        """Keeps later updates from reusing a version that a server may have taken."""
+        """Keeps later updates from reusing a version possibly on a server."""
         self._change(lambda now: now.reserve(version))
 
     def mark_inconsistent(self, reason: str, *, base_intact: bool = False) -> None:
@@ -208,9 +208,9 @@ class WeightUpdate:
         self._gate.open()
 
     def keeps_requests(self) -> None:
-        """Records that in-flight requests continue on a stale KV cache."""
+        """Records a continuation of in-flight requests on a stale KV cache."""
         self._in_place = True
 
     def flushed(self) -> None:
-        """Records that the KV cache of the old weights was flushed."""
+        """Records the flush of the old weights' KV cache."""
         self._flushed = True

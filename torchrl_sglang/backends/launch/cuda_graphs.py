@@ -37,8 +37,8 @@ OTHERS = (
     "enable_dp_attention",
     "moe_a2a_backend",
 )
-"""Prefixes of arguments that exclude the default: they determine the graphs, or
-multiply their memory."""
+"""Prefixes of arguments in place of the default: they determine the graphs, or multiply
+their memory."""
 
 
 def graph_arguments(

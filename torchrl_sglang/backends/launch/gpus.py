@@ -1,6 +1,6 @@
 """The existing GPUs, the visible GPUs, and the GPUs of each server.
 
-They are counted without initializing CUDA, so that the trainer can fork.
+They are counted without initializing CUDA: the trainer can still fork.
 
 A server is confined to its GPUs with ``CUDA_VISIBLE_DEVICES``, not with SGLang's
 ``base_gpu_id`` and ``gpu_id_step``: those select evenly spaced GPUs only, let every
@@ -77,7 +77,7 @@ def assign_devices(
             each, like ``[[4, 5], [6, 7]]``; groups may share GPUs. An integer,
             ``"cuda:4"`` and a :class:`torch.device` are the trainer's ``cuda:4``; any
             other string is a name for ``CUDA_VISIBLE_DEVICES``, such as a UUID, also of
-            a GPU that the trainer does not see.
+            a GPU invisible to the trainer.
         available: the visible GPUs.
 
     Examples:

@@ -208,7 +208,7 @@ def start_more(
     with ExitStack() as undo:
         for rank in ranks:
             undo.callback(launcher.remove, rank)
-        # First, so that reservations are free.
+        # First, to free reservations.
         undo.callback(stop_all, started)
         servers = _start_each(launcher, ranks, begin)
         undo.pop_all()
@@ -291,7 +291,7 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
                 [server.url for server in servers], **router
             )
             running.wait_ready()
-            # The same port, so that its known address stays valid.
+            # The same port, to keep its known address valid.
             fixed = {**router, "port": URL(running.url).port}
             start_router = functools.partial(launcher.start_router, **fixed)
         undo.pop_all()

@@ -48,7 +48,7 @@ CORES_PER_START = 2
 """Processes of a starting server, busy with imports."""
 
 COUNTED = ("random_seed", "seed", "port", "nccl_port", "grpc_port")
-"""Arguments counted up per server, so that samples differ."""
+"""Arguments counted up per server, for different samples."""
 
 
 class LocalPlacement:
@@ -90,9 +90,9 @@ def make_sglang_server(
     The server listens on loopback, unless ``host`` is given; other hosts need an
     ``api_key``, which no other user of this machine sees.
 
-    For a model that spans several machines, call this on each of them at about the same
-    time, with the same ``nnodes`` and ``dist_init_addr`` (``"HOST:PORT"`` of the first)
-    and its own ``node_rank``. Each call returns when all machines have loaded. Send
+    For a model on several machines, call this on each of them at about the same time,
+    with the same ``nnodes`` and ``dist_init_addr`` (``"HOST:PORT"`` of the first) and
+    its own ``node_rank``. Each call returns when all machines have loaded. Send
     requests to the ``url`` of rank 0; the other ranks answer only ``/health``.
 
     Args:
@@ -108,9 +108,9 @@ def make_sglang_server(
         sglang_version: on CPU, the installed version to run.
         cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By default
             it sees the visible GPUs of this process, and takes the first ones.
-        weight_loader: ``"traced"`` loads weight updates by copies that are traced in
-            the model's own loader once; see :meth:`.AsyncSGLang.from_pretrained`.
-            Defaults to ``"sglang"``.
+        weight_loader: ``"traced"`` loads weight updates by copies traced once in the
+            model's own loader; see :meth:`.AsyncSGLang.from_pretrained`. Defaults to
+            ``"sglang"``.
         **server_args: arguments of SGLang's server under its own names, such as
             ``tp_size`` and ``mem_fraction_static``, or under vLLM's. Unknown names are
             refused.

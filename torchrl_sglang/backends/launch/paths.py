@@ -17,7 +17,7 @@ _READ = re.compile(
     r"^(model|model_name|tokenizer|tokenizer_name|init_expert_location)$"
     r"|(path|paths|file|keyfile|certfile|certs|template)$"
 )
-"""Arguments that may name a file or a folder, or something else: a hub name, an SGLang
+"""Arguments for a file or a folder, or something else: a hub name, an SGLang
 template."""
 
 _WRITTEN = re.compile(r"(_dir|_folder|storage_path|save_path|export_path)$")

@@ -51,7 +51,7 @@ STOP_TIMEOUT_SECONDS = 15.0
 LOG_TAIL_LINES = 30
 LOG_LINE_CHARACTERS = 500
 LOG_TAIL_BYTES = 100_000
-"""Lines of a log in an error, and bytes that are read for them."""
+"""Lines of a log in an error, and bytes read for them."""
 
 MAX_FOLDER_BYTES = 80
 """Longest folder path: a socket path has at most 107 bytes, about 20 for its name."""
@@ -316,7 +316,7 @@ class ServerProcess:
         """Begins to end the process tree; does not wait."""
         if self._stop_requested or os.getpid() != self._owner_pid:
             return
-        # First, for a thread that waits for the start.
+        # First, for a thread waiting for the start.
         self._stop_requested = True
         if self._process.poll() is None:
             self._process.terminate()
@@ -341,7 +341,7 @@ class ServerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(STOP_TIMEOUT_SECONDS)
-        # Only now, so that an interrupted stop can be repeated.
+        # Only now: an interrupted stop can be repeated.
         self._stopped = True
         _LIVING.discard(self)
         self.command.release()

@@ -129,7 +129,7 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
     for _ in range(count):
         nodes = [node for node, free in parts.items() if free]
         if demand.nodes > 1:
-            # The emptiest nodes first, so that as many servers as possible find room.
+            # The emptiest nodes first, to find room for most servers.
             nodes.sort(key=lambda node: len(parts[node]), reverse=True)
         if len(nodes) < demand.nodes:
             raise ConfigurationError(_too_few(by_node, demand, count, len(seats)))

@@ -5,7 +5,7 @@ that a wrong argument, a port in use or a missing GPU is found before anything r
 
 The engine can live in another interpreter and have any version, so its flags are read
 from its source files. These are parsed and never imported: an import takes seconds and
-needs packages that the trainer does not have.
+needs packages absent from the trainer.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ OF_THE_ENGINE = (
     *("router_policy", "router_args", "max_in_flight", "max_attempts", "max_restarts"),
     *("progress_timeout", "deterministic", "rollout_dtype", "weight_loader"),
 )
-"""Arguments of ``AsyncSGLang.from_pretrained`` that are not a server's."""
+"""Arguments of ``AsyncSGLang.from_pretrained`` other than a server's."""
 
 FIND_TIMEOUT_SECONDS = 60.0
 """Timeout for an interpreter to locate its sglang package; it takes 0.1 s."""
@@ -460,7 +460,7 @@ def to_flags(
             line += [option.flag, *(_text(name, item) for item in value)]
         else:
             text = _text(name, value)
-            # argparse takes a separate value that begins with a dash for a flag.
+            # argparse takes a separate value with a leading dash for a flag.
             line += (
                 [f"{option.flag}={text}"] if text[:1] == "-" else [option.flag, text]
             )

@@ -154,7 +154,7 @@ REFUSED: Mapping[str, str] = {
     "'processed_logprobs' is logprobs_mode='behaviour' of SGLangWrapper and "
     "engine.generate().",
     "override_generation_config": "Give these values as sampling parameters.",
-    # SGLang's own, but not for a server that this package starts.
+    # SGLang's own, but not for a server of this package.
     "config": "Its arguments could not be checked before the start; load the file and "
     "give its contents as arguments.",
     "grpc_mode": _SPEAKS_HTTP,
@@ -173,7 +173,7 @@ _HONOURED: Mapping[str, tuple[object, ...]] = {
 """Refused argument -> accepted values, beside None and False."""
 
 ARGUMENTS = (*RENAMED, *CONVERTED, *INERT, *REFUSED)
-"""All names that are not simply passed on."""
+"""All names with a treatment of their own."""
 
 
 def translate_vllm_names(arguments: Mapping[str, Any]) -> dict[str, Any]:

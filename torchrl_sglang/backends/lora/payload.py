@@ -64,7 +64,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules fused in a server, so that it needs adapters for all of them."""
+"""Modules fused in a server, which needs adapters for all of them."""
 
 _UNCHECKED = re.compile(r"\.experts(\.|$)")
 """Modules whose parameters have different names in transformers and in PEFT."""

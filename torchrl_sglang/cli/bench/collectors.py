@@ -299,7 +299,7 @@ class _Bench:
         return generation.in_thread(collect)
 
     def _make_work(self, lengths: Sequence[int]) -> Work:
-        """Returns new prompts, so that no client hits a cached prefix."""
+        """Returns new prompts, without cached prefixes."""
         queries = [self._make_query() for _ in range(len(lengths) // GROUP_SIZE)]
         prompts = [
             self._codec.encode([{"role": "user", "content": query}]).token_ids

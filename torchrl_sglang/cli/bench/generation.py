@@ -153,7 +153,7 @@ async def _run_rounds(
             clients["wrapper"] = _wrapper_client(engine, load)
         by_client: dict[str, list[T]] = {name: [] for name in names}
         for number, name in itertools.product(range(load.repeats + 1), names):
-            # New prompts every time, so that no client hits a cached prefix.
+            # New prompts every time, without cached prefixes.
             prompts = make_prompts(engine, load, source)
             sizes = lengths or [load.new_tokens] * len(prompts)
             requests = list(zip(prompts, sizes, strict=True))

@@ -1,7 +1,7 @@
 """Bandwidth of a weight update, and of the link in the same run.
 
 On CPU the limit is a plain gloo broadcast of equal size between two processes; on GPUs
-it is a copy between two of them, or within the GPU that trainer and server share.
+it is a copy between two of them, or within the shared GPU of trainer and server.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def limit_of_gloo(num_bytes: int, repeats: int) -> float:
     store = open_store("127.0.0.1", 0, 2, timeout)
     numbers = map(str, (store.port, num_bytes, repeats + 1, int(GLOO_SECONDS)))
     with gloo_listens_on("127.0.0.1"):
-        # In its own session, so that Ctrl-C only reaches this process, which ends it.
+        # In its own session: Ctrl-C only reaches this process, which ends it.
         command = [sys.executable, "-c", OTHER_RANK, *numbers]
         other = subprocess.Popen(command, start_new_session=True)
         try:

@@ -4,7 +4,7 @@ Run once, from the trainer's Python::
 
     python -m torchrl_sglang.cli.cpu.install [--prefix DIR]
 
-SGLang requires accelerator packages that a CPU does not need, and its ``torchvision``
+SGLang requires accelerator packages without a use on a CPU, and its ``torchvision``
 would break the trainer's transformers. So it has a separate virtual environment, with
 the pinned packages of ``requirements.txt``, and is installed without dependencies.
 Another version of SGLang shares these packages: its folder goes first on the server's
@@ -181,7 +181,7 @@ def link_distributions(
     interpreter, are excluded. Returns False, with nothing changed, if hard links are
     not possible, as between two file systems.
     """
-    # Beside the target, so that a move is a rename.
+    # Beside the target: a move is a rename.
     staging = site_packages.with_name(".linking")
     shutil.rmtree(staging, ignore_errors=True)
     try:

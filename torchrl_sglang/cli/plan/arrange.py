@@ -23,8 +23,8 @@ SERVER_SHARE = 0.85
 """Share of a server's own GPU for weights and KV cache, close to SGLang's choice."""
 
 LARGEST_COLOCATED_SHARE, SHARE_STEP = 0.6, 0.05
-"""Share of a GPU of a server that sleeps while the trainer trains: ``GRPO``'s default,
-or less by steps of this size."""
+"""Share of a GPU of a server asleep during training: ``GRPO``'s default, or less by
+steps of this size."""
 
 TOKENS_PER_PASS = (16_384, 8_192, 4_096)
 """Candidate sizes of a pass; larger sizes are hardly faster."""
@@ -138,14 +138,14 @@ def arrange(
     Servers with their own GPUs come first, as they generate while the trainer trains;
     else they share the trainer's. A server has the fewest GPUs with which all servers
     together hold a batch of the longest responses, as more servers of fewer GPUs
-    generate more; or else the number that holds the most of them.
+    generate more; or else the number with room for most of them.
 
     Args:
         shape: shape of the model.
         cluster: the GPUs.
         work: the run.
-        tokens: ``max_tokens_per_pass``. Defaults to the largest that fits.
-        tp_size: GPUs of a server. Defaults to the fewest that fit.
+        tokens: ``max_tokens_per_pass``. Defaults to the largest fitting number.
+        tp_size: GPUs of a server. Defaults to the fewest fitting GPUs.
         place: the only placement to try. Defaults to both.
     """
     for option in _candidates(shape, cluster, work, tokens, tp_size, place):

@@ -204,8 +204,8 @@ def layer_activations(shape: Shape, *, autocast: bool) -> float:
     https://arxiv.org/abs/2302.13971), as transformers computes it, tensor by tensor:
 
     - a norm keeps its input in float32 and its result before the weight; there are two;
-    - linear layers keep their input in bfloat16. Autocast makes that copy for each of
-      them: three of the attention's, two of the MLP's;
+    - linear layers keep their input in bfloat16. Autocast makes a copy for each of
+    them: three of the attention's, two of the MLP's;
     - attention keeps queries, keys and values, the last two repeated for each head
       (transformers' ``repeat_kv``), and its result, which the next linear layer keeps;
     - a norm of queries and keys (Qwen3) keeps these in float32, and its result;

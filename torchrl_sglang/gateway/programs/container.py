@@ -24,7 +24,7 @@ from torchrl_sglang.support.urls import is_loopback
 
 RUNTIMES = ("docker", "podman")
 WORK = "/work"
-"""Working folder in all containers, so that prompts are alike."""
+"""Working folder in all containers, for equal prompts."""
 LABEL = "torchrl_sglang"
 
 CLIENT_LIMITS = ProgramLimits(seconds=120.0, most_bytes=2**16)
@@ -58,7 +58,7 @@ class Container:
     127.0.0.1 is directly reachable."""
     address: str | None = None
     """Name or address of the gateway's machine in another network, such as
-    ``"host.docker.internal"``; the gateway then listens on an address of that network,
+    ``"host.docker.internal"``; the gateway then listens on an address of this network,
     with ``Gateway(engine, host=..., api_key=...)``."""
     options: Sequence[str] = ()
     """Further options of ``docker create``."""

@@ -67,7 +67,7 @@ Reward = Callable[[Any, ProgramResult], Any]
 
 @dataclass(frozen=True, kw_only=True)
 class AgentProgram:
-    r"""An agent that is a program, such as a coding agent's command line.
+    r"""A program as an agent, such as a coding agent's command line.
 
     It is given to :meth:`.Gateway.run_agents`, :class:`.AsyncLLMCollector` and
     :class:`.GRPO` as ``agent``. For each session the command is run once, with the
@@ -100,14 +100,14 @@ class AgentProgram:
     """
 
     command: Command
-    """Program and arguments, or a function that returns them, with the signature of an
-    agent plus the folder: ``(task, *, base_url, api_key, folder)``. No shell is
-    involved, and users of the machine can read arguments: long texts and secrets belong
-    into ``stdin`` and ``environment``."""
+    """Program and arguments, or a function for them, with the signature of an agent
+    plus the folder: ``(task, *, base_url, api_key, folder)``. No shell is involved, and
+    users of the machine can read arguments: long texts and secrets belong into
+    ``stdin`` and ``environment``."""
     reward: Reward | None
-    """``(task, result)``, a function or a coroutine function that returns the reward;
-    ``result`` is a :class:`.ProgramResult`. It is called after a time-out and after an
-    error, too. ``None``: rewards are set elsewhere, such as by the program with ``POST
+    """``(task, result)``, a function or a coroutine function for the reward; ``result``
+    is a :class:`.ProgramResult`. It is called after a time-out and after an error, too.
+    ``None``: rewards are set elsewhere, such as by the program with ``POST
     /sessions/{name}/reward``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Its variables, beside the four above and the trainer's ``PATH``, ``HOME``,

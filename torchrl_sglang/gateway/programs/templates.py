@@ -11,11 +11,11 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest
 
 _NAME = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
-"""``{{name}}`` is ``{name}`` itself; braces around anything else are kept, so that JSON
-and TOML need no escapes."""
+"""``{{name}}`` is ``{name}`` itself; braces around anything else are kept: JSON and
+TOML need no escapes."""
 
 TASK = "task"
-"""Name of a task that is not a mapping."""
+"""Name of a task other than a mapping."""
 
 
 def task_values(task: Any) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from torchrl_sglang.gateway.routes.content import json_response, read_json
 from torchrl_sglang.gateway.routes.sessions import SessionRoutes
 
 REWARDED = ("turn", "agent", "branch")
-"""Parts of a session that can have a reward."""
+"""Parts of a session with a possible reward."""
 
 
 class GatewayRoutes(SessionRoutes):

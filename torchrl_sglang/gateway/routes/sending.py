@@ -1,4 +1,4 @@
-"""Sends answers, whole or as streams, and detects clients that hang up."""
+"""Sends answers, whole or as streams, and detects disconnected clients."""
 
 from __future__ import annotations
 

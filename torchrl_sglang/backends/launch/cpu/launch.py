@@ -50,7 +50,7 @@ def die_with_parent() -> None:
 
 
 class _MissingKernel(ModuleType):
-    """A module or kernel that has every public attribute, and raises when called."""
+    """A module or kernel with every public attribute, which raises when called."""
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(

@@ -1,11 +1,11 @@
-"""Weight loaders that run inside servers, named by ``--custom-weight-loader``.
+"""Weight loaders inside servers, named by ``--custom-weight-loader``.
 
 Each file stands alone: the server's Python, which lacks this package, imports it from
 this folder, or from a copy of it.
 
 ``torchrl_sglang_loader.py::ACTIONS`` handles the requests of
 ``weight_update/transports/traced.py``, and ``torchrl_sglang_delta.py::UpdateState``
-those of ``weight_update/transports/delta_messages.py``.
+the constants of ``weight_update/transports/delta_messages.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def loader_arguments(
 
 
 def search_path(arguments: Mapping[str, Any], known: str) -> str:
-    """Returns the ``PYTHONPATH`` of a server that may use a loader of this folder.
+    """Returns the ``PYTHONPATH`` of a server for loaders of this folder.
 
     Args:
         arguments: of the server, under SGLang's names.

@@ -9,7 +9,7 @@ SGLang calls :func:`load` on every rank, with a message per request. The message
 update are numbered from 0, and the last is marked. A full update brings whole tensors,
 which go through the model's own ``load_weights``; the destinations of its copies are
 recorded. A later update can bring only changed elements, which go straight to these
-destinations, as differences of the bit patterns, so that the result is exact.
+destinations, as differences of the bit patterns, with an exact result.
 
 SGLang ends when a loader raises, and answers "Success" otherwise. So nothing is raised
 here, and the sender queries ``/get_weights_by_name`` for the name :data:`STATE`.
@@ -47,8 +47,8 @@ TOKEN_BITS = 48
 """Bits of a token's half; a JSON number is exact up to 53 bits."""
 
 OK, CORRUPT, REFUSED, FAILED = 0, 1, 2, 3
-"""Outcome of an update: success, a damaged message, a base that does not match the
-loaded weights, a failed load of its tensors."""
+"""Outcome of an update: success, a damaged message, a base other than the loaded
+weights, a failed load of its tensors."""
 
 INTEGERS: Mapping[int, torch.dtype] = {
     1: torch.int8,

@@ -6,8 +6,8 @@ stands alone; its folder is on the server's ``PYTHONPATH``.
 
 The model's own ``load_weights`` runs once on tensors without memory, while a dispatch
 mode records its copies between tensor views and parameter views, and suppresses them.
-So each rank finds its own shard. Later updates repeat only these copies. A loader that
-cannot be traced, because it computes, still runs ``load_weights`` for every update.
+So each rank finds its own shard. Later updates repeat only these copies. A loader with
+computations cannot be traced, and still runs ``load_weights`` for every update.
 
 A request holds one entry: a JSON text in the place of a name, and a tensor of bytes. An
 exception here would end the server, so errors are stored, and reported by
