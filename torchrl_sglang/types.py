@@ -427,6 +427,11 @@ class ServerCapabilities:
     """All arguments of the server, as it reports them."""
 
     @property
+    def longest_prompt(self) -> int:
+        """Most tokens of a prompt that leaves room for a response."""
+        return min(self.max_prompt, self.max_context - 1)
+
+    @property
     def args(self) -> ServerArgs:
         """Arguments of the server that this package uses."""
         return ServerArgs.read(self.server_args)

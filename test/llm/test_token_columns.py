@@ -44,8 +44,9 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.requests.request import GenerateRequest, to_payload
-from torchrl_sglang.requests.resume import join_completions, resume_request
+from torchrl_sglang.requests.plan import plan_request
+from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.resume import join_completions
 from torchrl_sglang.requests.token_values import (
     concatenate,
     to_token_values,
@@ -274,7 +275,8 @@ def test_the_sampler_s_support(engine, hf_model, tmp_path):
 def test_requests_that_a_router_would_spoil(capabilities_of_fake, fake_engine, fake):
     """What asks for a column is in the request, and no other request has it."""
     request = GenerateRequest(input_ids=[5, 6, 7], token_columns=(YES_NO,))
-    sent = to_payload(request, capabilities_of_fake, cache_key="1", rid="a")
+    plan = plan_request(request, capabilities_of_fake)
+    sent = plan.payload(cache_key="1", rid="a")
     assert sent["token_ids_logprob"] == CHOICES
     assert sent["return_logprob"] is True
     other = TokenColumn(
@@ -284,8 +286,9 @@ def test_requests_that_a_router_would_spoil(capabilities_of_fake, fake_engine, f
         field="x",
     )
     request = GenerateRequest(input_ids=[5], token_columns=(YES_NO, other))
+    plan = plan_request(request, capabilities_of_fake)
     with pytest.raises(ConfigurationError, match=r"'other' asks for .*=\[1\], and"):
-        to_payload(request, capabilities_of_fake, cache_key="1", rid="a")
+        plan.payload(cache_key="1", rid="a")
     # A reply without it is an error, and nothing is made up.
     with pytest.raises(ServerUnavailableError, match="asked for 'missing' of 2 tokens"):
         fake_engine.generate(
@@ -413,12 +416,11 @@ def test_a_server_that_was_lost(fake_engine):
     answer = HttpResponse(
         url="http://one:1", status=200, body=json.dumps(event).encode()
     )
-    reply = cut_short(decode_reply(answer, [YES_NO]), OSError("it ended"))
     request = GenerateRequest(input_ids=[5, 6], token_columns=[YES_NO])
+    plan = plan_request(request, fake_engine.capabilities)
+    reply = cut_short(decode_reply(answer, plan), OSError("it ended"))
     with pytest.raises(GenerationAbortedError) as caught:
-        parse_completion(
-            reply, request, capabilities=fake_engine.capabilities, server="http://one:1"
-        )
+        parse_completion(reply, plan, server="http://one:1")
     part = caught.value.partial
     assert part.columns["yes_no"].tolist() == [[-1.0, -2.0]] * 2
 
@@ -466,6 +468,7 @@ LATE = TokenColumn(
 def test_values_that_a_lost_server_had_not_reported(fake_engine):
     """The request that goes on asks for all of them, if its weights are the same."""
     request = GenerateRequest(input_ids=[5, 6], token_columns=[LATE])
+    plan = plan_request(request, fake_engine.capabilities)
     event = {
         "output_ids": [7, 8],
         "meta_info": {
@@ -475,23 +478,20 @@ def test_values_that_a_lost_server_had_not_reported(fake_engine):
         },
     }
 
-    def read(content, request):
+    def read(content, plan):
         answer = HttpResponse(
             url="http://one:1", status=200, body=json.dumps(content).encode()
         )
-        reply = decode_reply(answer, [LATE])
+        reply = decode_reply(answer, plan)
         if reply.meta_info.finish_reason is None:
             reply = cut_short(reply, OSError("it ended"))
-        limits = fake_engine.capabilities
-        return parse_completion(reply, request, capabilities=limits, server="one")
+        return parse_completion(reply, plan, server="one")
 
     with pytest.raises(GenerationAbortedError) as caught:
-        read(event, request)
+        read(event, plan)
     begun = caught.value.partial
-    rest = resume_request(request, begun, fake_engine.capabilities)
-    assert (
-        to_payload(rest, fake_engine.capabilities, cache_key="1", rid="a")["from"] == 0
-    )
+    rest = plan.resume(begun)
+    assert rest.payload(cache_key="1", rid="a")["from"] == 0
     for version, wanted in (("3", [3, 4, 5, -1]), ("4", [-1, 4, 5, -1])):
         meta = {
             "finish_reason": {"type": "stop"},
@@ -519,12 +519,8 @@ def test_values_that_a_server_computed_again(fake_engine):
     }
     content = json.dumps({"output_ids": [7, 8, 9, 9], "meta_info": meta})
     answer = HttpResponse(url="http://one:1", status=200, body=content.encode())
-    completion = parse_completion(
-        decode_reply(answer, [LATE]),
-        request,
-        capabilities=fake_engine.capabilities,
-        server="one",
-    )
+    plan = plan_request(request, fake_engine.capabilities)
+    completion = parse_completion(decode_reply(answer, plan), plan, server="one")
     assert completion.columns["late"].tolist() == [-1, 4, 5, -1]
 
 

@@ -30,9 +30,12 @@ from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
-from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.request import check_logprobs_mode
-from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.requests.token_columns import (
+    TokenColumn,
+    columns_of_mode,
+    find_columns,
+)
 from torchrl_sglang.support.checks import check_count, check_port, check_seconds
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.passwords import hide_passwords
@@ -202,8 +205,8 @@ class Gateway(Responder):
         self._key_seconds = (
             None if key_seconds is None else check_seconds("key_seconds", key_seconds)
         )
-        self.token_columns = with_columns(
-            check_logprobs_mode(logprobs_mode), token_columns
+        self.token_columns = columns_of_mode(
+            check_logprobs_mode(logprobs_mode), find_columns(token_columns)
         )
         options = ServingOptions(
             tokenizer=engine.get_tokenizer() if tokenizer is None else tokenizer,

@@ -24,7 +24,6 @@ from torchrl_sglang.policies.engine_call import (
     ask_async,
     turn_end_tokens,
 )
-from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import nearest
 from torchrl_sglang.support.event_loop import run_async
@@ -145,7 +144,7 @@ class Policy:
 
     def check_fits(self, prompt: Prompt) -> None:
         """Raises :class:`ConfigurationError` if there is no room for a response."""
-        longest = longest_prompt(self._engine.capabilities)
+        longest = self._engine.capabilities.longest_prompt
         if prompt.num_tokens > longest:
             # Clients search for OpenAI's words, and some for its code in the text.
             raise PromptTooLongError(

@@ -9,9 +9,12 @@ from typing import Any, Literal
 from tensordict import NestedKey
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.requests.behaviour import with_columns
 from torchrl_sglang.requests.sampling import check_each
-from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
+from torchrl_sglang.requests.token_columns import (
+    TokenColumn,
+    columns_of_mode,
+    find_columns,
+)
 from torchrl_sglang.support.checks import check_count, check_flag, to_python
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
@@ -67,7 +70,7 @@ def check_token_columns(
             f"logprobs_mode={mode!r} is of tokens that are sampled, and scoring gives "
             f"the model's own log-probs; leave it out with generate=False."
         )
-    columns = with_columns(mode, given) if generate else find_columns(given)
+    columns = columns_of_mode(mode, find_columns(given))
     if columns and not generate:
         raise ConfigurationError(
             "token_columns needs generate=True: scoring makes no responses."

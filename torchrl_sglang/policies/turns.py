@@ -21,7 +21,6 @@ from torchrl_sglang.policies import outputs
 from torchrl_sglang.policies.engine_call import ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.requests.request import longest_prompt
 from torchrl_sglang.support.checks import to_python
 from torchrl_sglang.types import Completion
 
@@ -141,7 +140,7 @@ class TurnCodec:
     @property
     def longest(self) -> int:
         """Most tokens of a prompt that leaves room for a response."""
-        return longest_prompt(self._policy.model.capabilities)
+        return self._policy.model.capabilities.longest_prompt
 
     def fits(self, prompt: EncodedPrompt) -> bool:
         """Returns whether a prompt leaves room for a response."""

@@ -1,52 +1,32 @@
-"""One frozen request per prompt, from the caller's arguments to the payload. Pure.
+"""Requests of a caller: one frozen object for each prompt. Pure.
 
-:func:`to_batch` turns the arguments of :meth:`.AsyncSGLang.generate` into requests,
-:func:`check_request` compares one with what the servers can do, and :func:`to_payload`
-makes the content of a ``/generate`` call of it.
+:func:`to_batch` turns the arguments of :meth:`.AsyncSGLang.generate` into requests.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
-from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.behaviour import plan_behaviour
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.requests.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
-    check_sampling_params,
-    check_token_ids,
     hint,
 )
-from torchrl_sglang.requests.token_columns import (
-    TokenColumn,
-    check_columns,
-    column_fields,
-    find_columns,
-)
+from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import (
     check_flag,
     check_mapping,
     check_seconds,
     to_python,
 )
-from torchrl_sglang.support.texts import check_text, half_character
-from torchrl_sglang.types import LogProbsMode, ServerCapabilities
+from torchrl_sglang.support.texts import half_character
+from torchrl_sglang.types import LogProbsMode
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default timeout of a batch."""
-
-STREAM_INTERVAL = 128
-"""Tokens between two events of a stream: what is lost with a server is less."""
-
-LIVE_INTERVAL = 4
-"""The same where somebody is told of the tokens as they come."""
-
-MOST_EVENTS = 512
-"""Most events of such a stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,16 +65,11 @@ class GenerateRequest:
     priority: int | None = None
     """Of waiting requests, a server begins those with the greatest one first. Servers
     need ``enable_priority_scheduling=True``."""
-    score_response: bool = False
-    """Set by the engine: the finished response is scored as a prompt, because the log-
-    probabilities that the server gives while it generates are of another mode."""
     token_columns: Sequence[TokenColumn] = ()
     """Further quantities of each token; also given as names of ``TOKEN_COLUMNS``."""
     columns_from: int = 0
     """Set by the engine: first prompt token of which quantities that prompts have are
     asked for; those before it are known."""
-    scored_from: int | None = None
-    """Set by the engine: score the tokens of ``input_ids`` behind this position."""
     on_tokens: Callable[[list[int]], None] | None = field(
         default=None, compare=False, repr=False
     )
@@ -345,165 +320,3 @@ def _check_header(name: str, value: Any) -> None:
         raise ConfigurationError(
             f"{name} must be a printable ASCII string, got {value!r}."
         )
-
-
-def check_request(
-    request: GenerateRequest,
-    capabilities: ServerCapabilities,
-    name: str,
-    known: dict[int, dict[str, Any]],
-) -> GenerateRequest:
-    """Returns a request that the servers can serve, under SGLang's names."""
-    check_prompt(request.input_ids, capabilities, name)
-    # Most requests of a batch share one mapping, which is checked once.
-    given = request.sampling_params
-    if id(given) not in known:
-        known[id(given)] = check_sampling_params(given, capabilities)
-    params = known[id(given)]
-    number, most = request.top_logprobs, capabilities.vocab_size
-    if type(number) is not int or not 0 <= number <= most:
-        raise ConfigurationError(
-            f"top_logprobs={number!r} is not a number of tokens; give an integer in "
-            f"[0, {most}] (the size of the vocabulary)."
-        )
-    _check_priority(request.priority, capabilities)
-    request = plan_behaviour(request, params, capabilities)
-    check_columns(request.token_columns, params, capabilities)
-    if capabilities.uses_seeds and "sampling_seed" not in params:
-        # The server would give all requests the same one.
-        params = {**params, "sampling_seed": secrets.randbits(63)}
-    return replace(request, sampling_params=params)
-
-
-def _check_priority(priority: Any, capabilities: ServerCapabilities) -> None:
-    if priority is None:
-        return
-    if type(priority) is not int or abs(priority) >= 2**31:
-        raise ConfigurationError(
-            f"priority={priority!r} is not an integer below 2**31; requests with a "
-            f"greater one are begun first."
-        )
-    check_priorities(capabilities)
-
-
-def check_priorities(capabilities: ServerCapabilities) -> None:
-    """Raises :class:`.UnsupportedByServerError` if servers ignore priorities."""
-    if not capabilities.args.enable_priority_scheduling:
-        raise UnsupportedByServerError(
-            "The servers begin requests in the order of arrival, whatever their "
-            "priority: start them with AsyncSGLang.from_pretrained(..., "
-            "enable_priority_scheduling=True, disable_priority_preemption=True), or "
-            "leave priority out."
-        )
-
-
-def check_prompt(
-    input_ids: Sequence[int], capabilities: ServerCapabilities, name: str = "The prompt"
-) -> None:
-    """Raises :class:`ConfigurationError` for a prompt that no server can take."""
-    if isinstance(input_ids, str):
-        check_text(name, input_ids)
-    if isinstance(input_ids, str) or not isinstance(input_ids, Sequence):
-        raise ConfigurationError(
-            f"{name} is a {type(input_ids).__name__}; give a list of token ids."
-        )
-    if len(input_ids) == 0:
-        raise ConfigurationError(
-            f"{name} is empty; a prompt has at least one token (begin with the "
-            f"tokenizer's bos token where there is nothing else)."
-        )
-    longest = longest_prompt(capabilities)
-    if len(input_ids) > longest:
-        raise ConfigurationError(
-            f"{name} has {len(input_ids)} tokens, which leaves no room for a response: "
-            f"the server takes at most {longest} prompt tokens (context "
-            f"{capabilities.max_context}). Shorten it, or start the server with a "
-            f"larger context_length."
-        )
-    check_token_ids(input_ids, capabilities, name)
-
-
-def longest_prompt(capabilities: ServerCapabilities) -> int:
-    """Returns the most tokens of a prompt that leave room for a response."""
-    return min(capabilities.max_prompt, capabilities.max_context - 1)
-
-
-def to_payload(
-    request: GenerateRequest,
-    capabilities: ServerCapabilities,
-    *,
-    cache_key: str,
-    rid: str,
-    adapter: str | None = None,
-    stream: bool = False,
-) -> dict[str, Any]:
-    """Returns the JSON content of a ``/generate`` call.
-
-    Source: ``GenerateReqInput`` in ``sglang/srt/managers/io_struct.py``.
-    """
-    own = not request.score_response
-    start = 0 if request.return_prompt_logprobs else -1
-    payload: dict[str, Any] = {
-        "input_ids": list(request.input_ids),
-        "sampling_params": _limited_params(request, capabilities),
-        "return_logprob": request.return_prompt_logprobs
-        or (request.wants_logprobs and own),
-        "top_logprobs_num": request.top_logprobs if own else 0,
-        "logprob_start_len": (
-            start if request.scored_from is None else request.scored_from
-        ),
-        "extra_key": cache_key,
-        "rid": rid,
-    }
-    payload |= column_fields(request.token_columns, request.columns_from, payload)
-    if request.priority is not None:
-        small_first = capabilities.args.schedule_low_priority_values_first
-        payload["priority"] = -request.priority if small_first else request.priority
-    limit = payload["sampling_params"]["max_new_tokens"]
-    interval = STREAM_INTERVAL
-    if request.on_tokens is not None:
-        # An event has all tokens so far: of longer responses there are no more events.
-        interval = max(LIVE_INTERVAL, limit // MOST_EVENTS)
-    if stream and limit > interval:
-        payload["stream"] = True
-        payload["sampling_params"]["stream_interval"] = interval
-    return payload if adapter is None else {**payload, "lora_path": adapter}
-
-
-def _limited_params(
-    request: GenerateRequest, capabilities: ServerCapabilities
-) -> dict[str, Any]:
-    """Returns sampling parameters that are cut to what the context has room for."""
-    params = dict(request.sampling_params)
-    limit = response_limit(request, capabilities)
-    if params.get("max_new_tokens") is not None:
-        limit = min(params["max_new_tokens"], limit)
-    params["max_new_tokens"] = limit
-    if "min_new_tokens" in params:
-        params["min_new_tokens"] = min(params["min_new_tokens"], limit)
-    return params
-
-
-def cut_by_context(
-    request: GenerateRequest, capabilities: ServerCapabilities
-) -> str | None:
-    """Returns a message if the context has no room for ``max_new_tokens``."""
-    wanted = request.sampling_params.get("max_new_tokens")
-    room = response_limit(request, capabilities)
-    if wanted is None or wanted <= room:
-        return None
-    return (
-        f"max_new_tokens={wanted} does not fit behind a prompt of "
-        f"{len(request.input_ids)} tokens into the context of "
-        f"{capabilities.max_context} tokens: the response has {room} at most, and "
-        f"ends there with finish_reason 'length'."
-    )
-
-
-def response_limit(request: GenerateRequest, capabilities: ServerCapabilities) -> int:
-    """Returns the largest possible number of response tokens."""
-    longest = capabilities.max_context
-    if request.score_response:
-        # Prompt and response are sent as a prompt afterwards.
-        longest = min(longest, capabilities.max_prompt)
-    return longest - len(request.input_ids)

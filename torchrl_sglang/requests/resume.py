@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from torchrl_sglang.requests.request import GenerateRequest, longest_prompt
+from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_values import join_values, truncate_values
 from torchrl_sglang.types import Completion, ServerCapabilities, VersionSpan
 
@@ -62,7 +62,7 @@ def resume_request(
     input_ids = [*request.input_ids, *whole.token_ids]
     # A server that was lost has not reported those that come last.
     lost = {column.name for column in request.token_columns} - whole.columns.keys()
-    if len(input_ids) > longest_prompt(capabilities):
+    if len(input_ids) > capabilities.longest_prompt:
         return None
     if most is not None:
         if done >= most:

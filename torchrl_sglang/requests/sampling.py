@@ -3,7 +3,9 @@
 To add a sampling parameter, add a row to :data:`SAMPLING_PARAMETERS`; everything else
 (aliases, checks, routing, scoring of log-probs) is derived from it.
 
-Source: ``sglang/srt/sampling/sampling_params.py``, whose limits these are.
+Source: ``sglang/srt/sampling/sampling_params.py``, whose limits these are; for servers
+that draft tokens ``eagle_sample`` in ``sglang/srt/speculative/eagle_utils.py`` (SGLang
+0.5.15 to 0.5.23), which verifies drafts and draws the token behind them.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.speculation import check_speculation
 from torchrl_sglang.support.checks import nearest, to_python
 from torchrl_sglang.types import ServerCapabilities
 
@@ -236,8 +237,6 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
 }
 """SGLang's name -> parameter. Any other name is refused."""
 
-_MIN_NEW_TOKENS = SAMPLING_PARAMETERS["min_new_tokens"]
-
 SAMPLING_ALIASES = {
     alias: name for name, row in SAMPLING_PARAMETERS.items() for alias in row.aliases
 }
@@ -249,37 +248,16 @@ _FOREIGN = {
 """Another library's name -> SGLang's name."""
 
 
-def dropped_by_router(params: Mapping[str, Any]) -> bool:
-    """Returns whether sglang-router would drop one of these parameters."""
-    return any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)
-
-
-def _with_effect(
+def effective_rows(
     params: Mapping[str, Any], capabilities: ServerCapabilities
-) -> list[SamplingParameter]:
-    """Returns the parameters whose values, given or the server's, change something."""
-    given = {**capabilities.default_sampling_params, **params}
-    rows = ((SAMPLING_PARAMETERS.get(name), value) for name, value in given.items())
-    return [row for row, value in rows if row and value not in (None, *row.neutral)]
-
-
-def changes_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether these parameters change the logits before log-probs are taken.
-
-    Temperature, top-p, top-k and min-p are applied later.
-    """
-    return any(row.neutral for row in _with_effect(params, capabilities))
-
-
-def shifts_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether these parameters change logits of tokens that may be drawn.
-
-    A grammar and ``min_new_tokens`` leave tokens out, and no others change.
-    """
-    return any(
-        row.neutral and not row.needs_grammar and row is not _MIN_NEW_TOKENS
-        for row in _with_effect(params, capabilities)
-    )
+) -> dict[str, SamplingParameter]:
+    """Returns the rows of parameters whose values, given or the server's, matter."""
+    values = {**capabilities.default_sampling_params, **params}
+    return {
+        name: row
+        for name, row in SAMPLING_PARAMETERS.items()
+        if values.get(name) not in (None, *row.neutral)
+    }
 
 
 def filters_of(
@@ -294,21 +272,6 @@ def filters_of(
         and values.get(name) is not None
         and not row.keeps_all(values[name], capabilities)
     }
-
-
-def is_resumable(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether another request can go on from the tokens of a response."""
-    # The remaining number of required tokens is known.
-    others = {name: params[name] for name in params if name != "min_new_tokens"}
-    return not any(
-        row.needs_grammar or row.counts_tokens
-        for row in _with_effect(others, capabilities)
-    )
-
-
-def counts_tokens(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether a server that retracts a request changes its response."""
-    return any(row.counts_tokens for row in _with_effect(params, capabilities))
 
 
 def temperature_of(
@@ -425,12 +388,9 @@ def _check_together(
             f"tokens. Start it with that and without speculative decoding, leave the "
             f"seed out, or sample with temperature=0."
         )
-    ignored = {
-        name: value
-        for name, value in filters_of(params, capabilities).items()
-        if not SAMPLING_PARAMETERS[name].follows_drafts
-    }
-    check_speculation(params, temperature, capabilities, ignored)
+    # Greedy sampling draws nothing, and the first token follows no draft.
+    if capabilities.speculates and temperature != 0 and most not in (0, 1):
+        _check_speculation(params, temperature, capabilities)
     _check_top_k(params)
     if most is not None and least > most:
         raise ConfigurationError(
@@ -440,6 +400,39 @@ def _check_together(
         raise ConfigurationError(
             f"With ignore_eos=True SGLang ignores stop_token_ids="
             f"{list(params['stop_token_ids'])} as well; give only one of the two."
+        )
+
+
+def _check_speculation(
+    params: Mapping[str, Any],
+    temperature: float | None,
+    capabilities: ServerCapabilities,
+) -> None:
+    """Refuses sampling that servers that draft tokens do differently."""
+    for name, value in filters_of(params, capabilities).items():
+        if SAMPLING_PARAMETERS[name].follows_drafts:
+            continue
+        raise UnsupportedByServerError(
+            f"{name}={value!r} would be ignored: SGLang applies top_k and top_p alone "
+            f"where it verifies drafts (speculative_algorithm). Leave it out, or start "
+            f"the servers without speculative decoding."
+        )
+    args = capabilities.args
+    for name in ("single", "acc"):
+        threshold = getattr(args, f"speculative_accept_threshold_{name}")
+        if threshold != 1:
+            raise UnsupportedByServerError(
+                f"temperature={temperature!r} would give other samples than the "
+                f"model's: the servers accept drafts that it finds less likely "
+                f"(speculative_accept_threshold_{name}={threshold!r}). Start them with "
+                f"1.0, or sample with temperature=0."
+            )
+    if capabilities.biased_drafts:
+        raise UnsupportedByServerError(
+            f"temperature={temperature!r} would sample token 0 too often: SGLang's "
+            f"n-gram drafts (speculative_algorithm='NGRAM') fill places that have no "
+            f"draft with it. Start the servers without speculative decoding or with "
+            f"another algorithm, or sample with temperature=0."
         )
 
 

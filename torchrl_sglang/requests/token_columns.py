@@ -4,6 +4,11 @@ To add one, add a row to :data:`TOKEN_COLUMNS`, or give a :class:`TokenColumn` w
 a name of the table is taken. Everything else is derived from it: the request, the check
 of the reply, continuations after an abort or an update, the containers of the wrapper,
 the rows of collectors and of the gateway, padding, and the gateway's file.
+
+The columns of ``logprobs_mode="behaviour"`` stand here, too. Where sampling leaves
+tokens out (top-k, top-p, min-p, greedy), SGLang reports those it left and the log-prob
+among them, after temperature, penalties, biases and grammar. Where it leaves none out,
+the log-probs of ``logprobs_mode="sampling"`` are those.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +27,7 @@ from torchrl_sglang.requests.sampling import (
     hint,
     temperature_of,
 )
-from torchrl_sglang.types import ServerCapabilities, TokenLayout
+from torchrl_sglang.types import LogProbsMode, ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]
 
@@ -275,6 +280,52 @@ TOKEN_COLUMNS: dict[str, TokenColumn] = {row.name: row for row in _ROWS}
 """Quantities that can be asked for by name, see :class:`TokenColumn`."""
 
 
+def _temperature(params: Mapping[str, Any], capabilities: ServerCapabilities) -> float:
+    value = temperature_of(params, capabilities)
+    # A greedy token is alone in its support, whatever its logit is divided by.
+    return 1.0 if value is None or value < GREEDY_TEMPERATURE else value
+
+
+def _unknown(params: Mapping[str, Any], capabilities: ServerCapabilities) -> None:
+    return None
+
+
+def _ask_for_nothing(start: int) -> dict[str, Any]:
+    return {}
+
+
+TEMPERATURE = TokenColumn(
+    name="sampling_temperature",
+    dtype="float32",
+    request=_ask_for_nothing,
+    field="",
+    of_request=_temperature,
+    unknown=1.0,
+    padding=1.0,
+)
+"""Temperature that each token was drawn with; 1 for greedy ones, and in prompts."""
+
+LOG_PROBS = TokenColumn(
+    name="sampling_log_probs",
+    dtype="float32",
+    request=_ask_for_sampling_support,
+    field="output_token_sampling_logprobs",
+    field_type=list[float],
+    dropped_by_router=True,
+)
+"""Log-prob of each token among those of its support; becomes ``log_probs``."""
+
+WHOLE_VOCABULARY = replace(
+    TOKEN_COLUMNS[SAMPLING_SUPPORT],
+    request=_ask_for_nothing,
+    field="",
+    of_request=_unknown,
+    dropped_by_router=False,
+    problem=None,
+)
+"""Support of tokens that were drawn from the whole vocabulary: empty lists."""
+
+
 def find_columns(given: Any) -> tuple[TokenColumn, ...]:
     """Returns columns that were given by name or as rows of their own.
 
@@ -303,6 +354,21 @@ def find_columns(given: Any) -> tuple[TokenColumn, ...]:
     return tuple(found.values())
 
 
+def columns_of_mode(
+    mode: LogProbsMode, columns: tuple[TokenColumn, ...]
+) -> tuple[TokenColumn, ...]:
+    """Returns token columns with those that a mode of log-probs has by itself.
+
+    For ``"behaviour"`` these are the columns that a trainer needs to compute the same
+    distribution: support and temperature.
+    """
+    if mode != "behaviour":
+        return columns
+    names = {column.name for column in columns}
+    own = (TOKEN_COLUMNS[SAMPLING_SUPPORT], TEMPERATURE)
+    return (*columns, *(column for column in own if column.name not in names))
+
+
 def check_columns(
     columns: Sequence[TokenColumn],
     params: Mapping[str, Any],
@@ -319,25 +385,3 @@ def check_columns(
             raise UnsupportedByServerError(
                 f"token_columns holds {column.name!r}, and {why}"
             )
-
-
-def column_fields(
-    columns: Sequence[TokenColumn], start: int, payload: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the fields that ask for columns, beside those of ``payload``.
-
-    Raises:
-        ConfigurationError: if two of them ask for different things in one field.
-    """
-    asked: dict[str, tuple[str, Any]] = {}
-    for column in columns:
-        for name, value in column.request(start).items():
-            known = payload.get(name) or value
-            by, other = asked.get(name, ("the request itself", known))
-            if other != value:
-                raise ConfigurationError(
-                    f"The token column {column.name!r} asks for {name}={value!r}, and "
-                    f"{by!r} for {other!r}; they cannot be had in one request."
-                )
-            asked[name] = column.name, value
-    return {name: value for name, (_, value) in asked.items()}

@@ -9,15 +9,9 @@ from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import SamplingParams, check_numbers, translate
-from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
+from torchrl_sglang.requests.plan import plan_request
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.sampling import (
-    changes_logits,
-    check_sampling_params,
-    check_values,
-    shifts_logits,
-    temperature_of,
-)
+from torchrl_sglang.requests.sampling import check_values
 from torchrl_sglang.support.checks import check_count, check_mapping, given_once
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities
 
@@ -80,15 +74,12 @@ def check_sampling(
         UnsupportedByServerError: if the mode is ``"behaviour"``, and the servers do not
             report the distribution of tokens.
     """
-    checked = check_sampling_params(params, capabilities)
+    request = GenerateRequest(input_ids=[0], sampling_params=params, logprobs_mode=mode)
+    plan = plan_request(request, capabilities)
+    checked, name = plan.request.sampling_params, plan.token_filter
     if mode == "behaviour":
-        request = GenerateRequest(input_ids=[0], logprobs_mode=mode)
-        plan_behaviour(request, checked, capabilities)
-        # A support has what a grammar left.
-        has_support = bool(leaves_out(checked, capabilities))
-        changes = shifts_logits if has_support else changes_logits
-        if changes(checked, capabilities):
-            remedy = "" if has_support else " A top_k has supports, for a grammar."
+        if not plan.replayable:
+            remedy = "" if name else " A top_k has supports, for a grammar."
             warnings.warn(
                 f"A penalty, a bias, min_new_tokens or a grammar among "
                 f"{sorted(checked)} changes what tokens are drawn from, and the "
@@ -99,8 +90,7 @@ def check_sampling(
                 stacklevel=2,
             )
         return
-    name = leaves_out(checked, capabilities)
-    if not name and temperature_of(checked, capabilities) not in (None, 1.0):
+    if not name and plan.temperature not in (None, 1.0):
         name = "temperature"
     if name:
         value = checked.get(name, capabilities.default_sampling_params.get(name))

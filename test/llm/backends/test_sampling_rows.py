@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from torchrl_sglang.errors import UnsupportedByServerError
-from torchrl_sglang.requests.behaviour import leaves_out, plan_behaviour
+from torchrl_sglang.requests.plan import plan_request
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
     SAMPLING_PARAMETERS,
@@ -34,14 +34,16 @@ def test_behaviour_asks_for_what_a_filter_left(capabilities, value, of_server):
     if of_server:
         capabilities = replace(capabilities, default_sampling_params=params)
         params = {}
+    request = GenerateRequest(input_ids=[1], sampling_params=params)
     filtered = value < 1
-    assert leaves_out(params, capabilities) == ("made_up" if filtered else "")
-    request = GenerateRequest(input_ids=[1], logprobs_mode="behaviour")
+    plan = plan_request(request, capabilities)
+    assert plan.token_filter == ("made_up" if filtered else "")
+    request = replace(request, logprobs_mode="behaviour")
     if filtered:
         with pytest.raises(UnsupportedByServerError, match="made_up=0.5"):
-            plan_behaviour(request, params, capabilities)
+            plan_request(request, capabilities)
     else:
-        plan_behaviour(request, params, capabilities)
+        plan_request(request, capabilities)
 
 
 def test_training_without_its_support_warns(capabilities):

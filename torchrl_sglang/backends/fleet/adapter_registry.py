@@ -10,7 +10,7 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import chain
 
@@ -167,22 +167,20 @@ class AdapterRegistry:
             await self._calls.discover(self._fleet)
         return is_missing
 
-    @contextmanager
-    def used(self, name: str | None) -> Iterator[Adapter | None]:
-        """Yields the adapter of a request, and keeps it loaded meanwhile."""
+    def used(self, name: str | None) -> AbstractContextManager[Adapter | None]:
+        """Selects the adapter of a request, and keeps it loaded meanwhile."""
         adapter = self._select(name)
-        with self.held(adapter):
-            yield adapter
+        return self.held(adapter)
 
     @contextmanager
-    def held(self, adapter: Adapter | None) -> Iterator[None]:
-        """Keeps an adapter loaded while a request uses it."""
+    def held(self, adapter: Adapter | None) -> Iterator[Adapter | None]:
+        """Yields an adapter, and keeps it loaded while a request uses it."""
         if adapter is None:
-            yield
+            yield None
             return
         self._fleet.apply(AdapterUsed(served_as=adapter.served_as, by=1))
         try:
-            yield
+            yield adapter
         finally:
             self._fleet.apply(AdapterUsed(served_as=adapter.served_as, by=-1))
 

@@ -12,7 +12,6 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from torchrl_sglang.backends.fleet.membership import Fleet
@@ -23,11 +22,7 @@ from torchrl_sglang.backends.generation.complete import (
 )
 from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
-from torchrl_sglang.backends.generation.log_probs import (
-    TemperatureProbe,
-    depends_on_server,
-    plan_scoring,
-)
+from torchrl_sglang.backends.generation.log_probs import TemperatureProbe
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
@@ -35,13 +30,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
-from torchrl_sglang.requests.request import (
-    Batch,
-    GenerateRequest,
-    check_request,
-    cut_by_context,
-)
-from torchrl_sglang.requests.sampling import counts_tokens, is_resumable
+from torchrl_sglang.requests.plan import RequestPlan, plan_request
+from torchrl_sglang.requests.request import Batch
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import UserCodeError
 from torchrl_sglang.types import Completion
@@ -64,7 +54,7 @@ class Generation:
     ) -> None:
         self._dispatcher = dispatcher
         self._get_tokenizer = get_tokenizer
-        self._told_of_context = False
+        self._warned_of_context = False
         self._resends = ResendPolicy(dispatcher.fleet, dispatcher.adapters, poll)
         self._probe = TemperatureProbe(
             dispatcher.http, dispatcher.fleet, dispatcher.capabilities
@@ -88,11 +78,11 @@ class Generation:
         """Yields outcomes as they come; see :meth:`.AsyncSGLang.generate_iter`."""
         deadline = time.monotonic() + batch.seconds
         errors: dict[int, SGLangError] = {}
-        requests = await self._prepare(batch, errors, deadline)
+        plans = await self._plan(batch, errors, deadline)
         for index, error in errors.items():
             yield index, error
         patient = True
-        outcomes = self._outcomes(requests, deadline, batch.request_timeout)
+        outcomes = self._outcomes(plans, deadline, batch.request_timeout)
         async with aclosing(outcomes):
             async for index, outcome in outcomes:
                 if isinstance(outcome, Completion):
@@ -111,69 +101,57 @@ class Generation:
                     raise error.replace(note=note)
                 yield index, error
 
-    async def _prepare(
+    async def _plan(
         self, batch: Batch, errors: dict[int, SGLangError], deadline: float
-    ) -> dict[int, GenerateRequest]:
-        """Returns checked requests by index; their errors are raised, or collected."""
+    ) -> dict[int, RequestPlan]:
+        """Returns the plans by index; errors are raised, or collected."""
         limits = self._dispatcher.capabilities
         name = "The prompt" if batch.return_exceptions else "Prompt {} of the batch"
-        known: dict[int, dict[str, object]] = {}
-        checked = {}
+        checked_params: dict[int, dict[str, Any]] = {}
+        plans = {}
         probed, ignores = False, None
         await self._dispatcher.adapters.refresh([r.adapter for r in batch.requests])
         for index, request in enumerate(batch.requests):
             try:
-                valid = check_request(request, limits, name.format(index), known)
-                if valid.wants_logprobs:
-                    if not probed and depends_on_server(valid, limits):
+                plan = plan_request(request, limits, name.format(index), checked_params)
+                if plan.scores is None:
+                    if not probed:
                         ignores = await self._probe.ignores_temperature(deadline)
                         probed = True
-                    valid = plan_scoring(valid, ignores, limits)
-                checked[index] = valid
-                self._tell_of_context(valid)
+                    plan = plan.settle(ignores)
+                plans[index] = plan
+                if not self._warned_of_context and plan.shortage is not None:
+                    self._warned_of_context = True
+                    torchrl_logger.warning(f"{plan.shortage} This is told once.")
             except SGLangError as error:
                 if not batch.return_exceptions:
                     raise
                 errors[index] = error
-        return checked
-
-    def _tell_of_context(self, request: GenerateRequest) -> None:
-        """Warns of the first response that is shorter than what was asked for."""
-        if self._told_of_context:
-            return
-        problem = cut_by_context(request, self._dispatcher.capabilities)
-        if problem is not None:
-            self._told_of_context = True
-            torchrl_logger.warning(f"{problem} This is told once.")
+        return plans
 
     async def _outcomes(
         self,
-        requests: Mapping[int, GenerateRequest],
+        plans: Mapping[int, RequestPlan],
         deadline: float,
         request_timeout: float | None,
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """Yields the index and the outcome of each request as it ends."""
-        limits = self._dispatcher.capabilities
         tickets = {
             index: InFlightRequest(
                 deadline=deadline,
                 request_timeout=request_timeout,
-                request_id=request.request_id,
-                resumable=is_resumable(request.sampling_params, limits),
-                survives_retraction=not (
-                    counts_tokens(request.sampling_params, limits)
-                    # A server computes them again, with the new weights.
-                    or any(column.late for column in request.token_columns)
-                ),
+                request_id=plan.request.request_id,
+                resumable=plan.resumable,
+                survives_retraction=plan.survives_retraction,
             )
-            for index, request in requests.items()
+            for index, plan in plans.items()
         }
         ended: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         with self._dispatcher.in_flight.registered(tickets.values()):
             prefills: dict[int, asyncio.Task[None]] = {}
-            for group in sharing_prompts(requests):
+            for group in sharing_prompts(plans):
                 work = prefill(
-                    self._dispatcher, requests[group[0]], deadline, request_timeout
+                    self._dispatcher, plans[group[0]], deadline, request_timeout
                 )
                 prefills |= dict.fromkeys(group, asyncio.ensure_future(work))
             pending = {
@@ -182,11 +160,11 @@ class Generation:
                         self._dispatcher,
                         self._resends,
                         self._get_tokenizer,
-                        request,
+                        plan,
                         tickets[index],
                     ).run(prefills.get(index))
                 ): index
-                for index, request in requests.items()
+                for index, plan in plans.items()
             }
             started: list[asyncio.Task[Any]] = [*prefills.values(), *pending]
             for task in pending:
@@ -242,10 +220,10 @@ async def explain_unavailable(
     return error
 
 
-def sharing_prompts(requests: Mapping[int, GenerateRequest]) -> list[list[int]]:
+def sharing_prompts(plans: Mapping[int, RequestPlan]) -> list[list[int]]:
     """Returns the indices of requests that share a prompt worth a prefill. Pure."""
     groups: defaultdict[object, list[int]] = defaultdict(list)
-    for index, request in requests.items():
+    for index, request in ((index, plan.request) for index, plan in plans.items()):
         # Requests for the log-probs of their prompt compute it in any case.
         if (
             len(request.input_ids) >= FEWEST_TOKENS
@@ -257,26 +235,18 @@ def sharing_prompts(requests: Mapping[int, GenerateRequest]) -> list[list[int]]:
 
 async def prefill(
     dispatcher: Dispatcher,
-    request: GenerateRequest,
+    plan: RequestPlan,
     deadline: float,
     request_timeout: float | None,
 ) -> None:
     """Has a server compute the prompt of a request; a failure is only logged."""
-    prompt = replace(
-        request,
-        sampling_params={"max_new_tokens": 0},
-        return_logprobs=False,
-        top_logprobs=0,
-        token_columns=(),
-        score_response=False,
-    )
     # Without the caller's name: aborting one request must not abort its prefill.
     ticket = InFlightRequest(deadline=deadline, request_timeout=request_timeout)
     try:
         with dispatcher.in_flight.registered([ticket]):
             async with dispatcher.in_flight.turn(deadline):
                 await dispatcher.generate(
-                    prompt, ticket, ticket.end_of_attempt(), count=False
+                    plan.prefill(), ticket, ticket.end_of_attempt(), count=False
                 )
     except SGLangError as error:
         # The request itself will fail in the same way.

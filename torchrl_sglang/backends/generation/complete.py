@@ -21,10 +21,10 @@ from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.backends.generation.dispatch import (
     Dispatcher,
     Outcome,
-    ServerAnswer,
+    ServerResponse,
 )
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
-from torchrl_sglang.backends.generation.log_probs import to_scoring_request, with_scores
+from torchrl_sglang.backends.generation.log_probs import with_scores
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,
@@ -33,14 +33,13 @@ from torchrl_sglang.errors import (
     SGLangError,
     WeightSyncStateError,
 )
-from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.plan import RequestPlan
 from torchrl_sglang.requests.resume import (
     Stops,
     cut,
     ended,
     join_completions,
     no_tokens,
-    resume_request,
     stops_of,
 )
 from torchrl_sglang.support.log import torchrl_logger
@@ -64,25 +63,25 @@ class RequestRun:
         dispatcher: Dispatcher,
         resends: ResendPolicy,
         get_tokenizer: Callable[[], Any],
-        request: GenerateRequest,
+        plan: RequestPlan,
         ticket: InFlightRequest,
     ) -> None:
         self._dispatcher = dispatcher
         self._resends = resends
         self._get_tokenizer = get_tokenizer
-        self._request = request
+        self._plan = plan
         self._ticket = ticket
         self._start_over()
 
     @cached_property
     def _stops(self) -> Stops:
-        return stops_of(self._request.sampling_params)
+        return stops_of(self._plan.request.sampling_params)
 
     def _start_over(self) -> None:
         self._so_far: Completion | None = None
         self._adapter: Adapter | None = None
         # The part of the request that has no response yet.
-        self._rest = self._request
+        self._rest = self._plan
 
     async def run(self, before: asyncio.Task[None] | None) -> Outcome:
         """Returns the outcome of the request, which is sent after ``before``."""
@@ -98,12 +97,13 @@ class RequestRun:
             # The rest of the batch may take longer.
             self._dispatcher.in_flight.forget(self._ticket)
         if isinstance(outcome, GenerationAbortedError) and outcome.partial is None:
-            return outcome.replace(partial=self._so_far or no_tokens(self._request))
+            partial = self._so_far or no_tokens(self._plan.request)
+            return outcome.replace(partial=partial)
         return outcome
 
     async def _go_on(self) -> Outcome | None:
         """Sends the rest of the request; returns the outcome unless more remains."""
-        response = await self._send(self._watched(self._rest))
+        response = await self._send(self._rest)
         if self._so_far is not None and response.adapter != self._adapter:
             # Requests that select none have another one since.
             self._start_over()
@@ -122,35 +122,27 @@ class RequestRun:
                 return outcome.replace(partial=self._whole(outcome.partial))
             else:
                 return outcome
-            if whole is None or not self._request.score_response:
+            if whole is None or not self._plan.scores:
                 return whole
             return await self._score(response, whole)
-
-    def _watched(self, rest: GenerateRequest) -> GenerateRequest:
-        """Returns the rest of a request, whose tokens are told with those before it."""
-        tell, before = self._request.on_tokens, self._so_far
-        if tell is None or before is None:
-            return rest
-        known = before.token_ids
-        return replace(rest, on_tokens=lambda ids: tell([*known, *ids]))
 
     def _whole(self, part: Completion) -> Completion:
         """Returns the response up to the end of a part of it."""
         part = _with_own_version(part)
         return part if self._so_far is None else join_completions(self._so_far, part)
 
-    async def _keep(self, response: ServerAnswer) -> Completion | None:
+    async def _keep(self, response: ServerResponse) -> Completion | None:
         """Keeps an aborted response's tokens; returns it if it had come to its end."""
         part = self._resends.kept(response)
         if part is None:
             return None
-        limits, params = self._dispatcher.capabilities, self._request.sampling_params
-        tokenizer = await self._tokenizer()
-        ends = {*limits.eos_token_ids, getattr(tokenizer, "eos_token_id", None)}
+        eos, tokenizer = self._plan.capabilities.eos_token_ids, await self._tokenizer()
+        ends = {*eos, getattr(tokenizer, "eos_token_id", None)}
+        params = self._plan.request.sampling_params
         whole = ended(await self._cut(self._whole(part)), params, ends)
         if whole.finish_reason != "abort":
             return whole
-        rest = resume_request(self._request, whole, limits)
+        rest = self._plan.resume(whole)
         # Nobody here would see a stop string that two parts hold together.
         blind = self._stops and tokenizer is None
         if rest is None or blind or not self._ticket.resumable:
@@ -170,7 +162,7 @@ class RequestRun:
 
     async def _tokenizer(self) -> Any:
         """Returns the server's tokenizer; ``None`` if it has none or it is not here."""
-        if not self._dispatcher.capabilities.has_tokenizer:
+        if not self._plan.capabilities.has_tokenizer:
             return None
         try:
             return await asyncio.to_thread(self._get_tokenizer)
@@ -178,9 +170,11 @@ class RequestRun:
             torchrl_logger.debug(f"Stop strings are not matched here: {error}")
             return None
 
-    async def _score(self, response: ServerAnswer, whole: Completion) -> Outcome | None:
+    async def _score(
+        self, response: ServerResponse, whole: Completion
+    ) -> Outcome | None:
         """Returns a response with its mode's log-probs; ``None`` if they are lost."""
-        scoring = to_scoring_request(self._request, whole)
+        scoring = self._plan.score(whole)
         for _ in range(MOST_SCORINGS):
             scores = await self._send(scoring, like=response)
             outcome = scores.outcome
@@ -199,15 +193,15 @@ class RequestRun:
         return None
 
     async def _send(
-        self, request: GenerateRequest, *, like: ServerAnswer | None = None
-    ) -> ServerAnswer:
+        self, plan: RequestPlan, *, like: ServerResponse | None = None
+    ) -> ServerResponse:
         """Sends one request in its turn; ``like`` is the response that it scores."""
         ticket = self._ticket
         async with self._dispatcher.in_flight.turn(ticket.deadline):
             deadline = ticket.end_of_attempt() if like is None else like.deadline
             try:
                 return await self._dispatcher.generate(
-                    request, ticket, deadline, like=like
+                    plan, ticket, deadline, like=like
                 )
             except (ServerTimeoutError, ServerUnavailableError) as error:
                 # The request has no time left for another attempt; the batch has.
@@ -247,7 +241,7 @@ class ResendPolicy:
         self._vain_checks = 0
         self._checking: asyncio.Task[None] | None = None
 
-    async def is_stale(self, request: GenerateRequest, response: ServerAnswer) -> bool:
+    async def is_stale(self, plan: RequestPlan, response: ServerResponse) -> bool:
         """Returns whether a request has to be sent again."""
         outcome, sent_with = response.outcome, response.weights
         aborted = self._fleet.weights.abort_epoch > sent_with.abort_epoch
@@ -257,7 +251,7 @@ class ResendPolicy:
             return False
         if (
             aborted
-            and request.adapter is None
+            and plan.request.adapter is None
             and outcome.adapter != self._adapters.default
         ):
             # The request was sent with the previous default adapter.
@@ -277,7 +271,7 @@ class ResendPolicy:
         if version_order(version) > version_order(self._fleet.weights.version):
             self._fleet.change_weights(lambda weights: weights.observe(version))
 
-    def kept(self, response: ServerAnswer) -> Completion | None:
+    def kept(self, response: ServerResponse) -> Completion | None:
         """Returns the tokens of an aborted response that the rest can follow."""
         error, sent_with = response.outcome, response.weights.version
         partial = getattr(error, "partial", None)

@@ -10,8 +10,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torchrl_sglang.backends.client.http import HttpClient, HttpResponse
@@ -24,7 +23,6 @@ from torchrl_sglang.backends.generation.in_flight import (
     InFlightRequest,
 )
 from torchrl_sglang.backends.generation.reply import (
-    Reply,
     aborted_early,
     cut_short,
     decode_reply,
@@ -37,8 +35,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
-from torchrl_sglang.requests.request import GenerateRequest, to_payload
-from torchrl_sglang.requests.sampling import dropped_by_router
+from torchrl_sglang.requests.plan import RequestPlan
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.support.user_code import carried_errors
@@ -66,7 +63,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerAnswer:
+class ServerResponse:
     """One server's response to one request."""
 
     outcome: Outcome
@@ -107,97 +104,109 @@ class Dispatcher:
 
     async def generate(
         self,
-        request: GenerateRequest,
+        plan: RequestPlan,
         ticket: InFlightRequest,
         deadline: float,
         *,
-        like: ServerAnswer | None = None,
+        like: ServerResponse | None = None,
         count: bool = True,
-    ) -> ServerAnswer:
+    ) -> ServerResponse:
         """Sends a request until it is answered; ``like`` is a response to score."""
+        name = plan.request.adapter
 
-        async def attempt(url: str) -> ServerAnswer:
-            with span(
-                "POST /generate",
-                kind="client",
-                url__full=f"{url}/generate",
-                http__request__method="POST",
-                gen_ai__operation__name="text_completion",
-                gen_ai__usage__input_tokens=len(request.input_ids),
-            ) as traced:
-                answer = await once(url)
-                _tell(traced, answer)
-                return answer
-
-        async def once(url: str) -> ServerAnswer:
-            with ExitStack() as stack:
-                if like is None:
-                    # Looked up here, so that a request that waited has the newest.
-                    used = self.adapters.used(request.adapter)
-                    adapter = stack.enter_context(used)
-                else:
-                    adapter = like.adapter
-                    stack.enter_context(self.adapters.held(adapter))
-                weights, sent_at = self.fleet.weights, time.monotonic()
-                payload = to_payload(
-                    request,
-                    self.capabilities,
-                    cache_key=weights.version,
-                    rid=ticket.sent_as,
-                    adapter=None if adapter is None else adapter.served_as,
-                    # A router drops the interval, and deltas would have to be joined.
-                    stream=not (
-                        self.fleet.is_router(url) or self.capabilities.streams_deltas
-                    ),
+        async def attempt(url: str) -> ServerResponse:
+            with (
+                span(
+                    "POST /generate",
+                    kind="client",
+                    url__full=f"{url}/generate",
+                    http__request__method="POST",
+                    gen_ai__operation__name="text_completion",
+                    gen_ai__usage__input_tokens=len(plan.request.input_ids),
+                ) as traced,
+                # Looked up here, so that a request that waited has the newest.
+                self.adapters.used(name)
+                if like is None
+                else self.adapters.held(like.adapter) as adapter,
+            ):
+                response = await self._attempt(
+                    url, plan, ticket, deadline, adapter, count
                 )
-                path, session, lost = f"{url}/generate", request.session_id, False
-                ask = (path, payload, ticket, deadline)
-                try:
-                    if "stream" in payload:
-                        reply, lost = await self._stream(*ask, request)
-                    else:
-                        reply = decode_reply(
-                            await self.post(*ask, session), request.token_columns
-                        )
-                except RequestRefusedError as error:
-                    reply = aborted_early(error)
-            seconds, meta = time.monotonic() - sent_at, reply.meta_info
-            outcome = self._read(reply, request, url, weights.version, ticket)
-            if count:
-                self.counters.count_times(
-                    seconds,
-                    meta.queue_time,
-                    meta.first_token_latency,
-                    meta.num_retractions,
-                )
-            if isinstance(outcome, Completion):
-                if count:
-                    prompt, response = len(request.input_ids), len(outcome.token_ids)
-                    self.counters.count(prompt, outcome.cached_tokens, response)
-                outcome = _with_adapter(outcome, adapter)
-            elif isinstance(outcome, GenerationAbortedError) and outcome.partial:
-                self.counters.count_tokens(len(outcome.partial.token_ids))
-                partial = _with_adapter(outcome.partial, adapter)
-                outcome = outcome.replace(partial=partial)
-            return ServerAnswer(
-                outcome=outcome,
-                url=url,
-                adapter=adapter,
-                weights=weights,
-                sent_at=sent_at,
-                deadline=deadline,
-                cut_short=lost,
-            )
+                _trace(traced, response.outcome)
+                return response
 
         return await self.send(
             attempt,
             ticket,
             deadline,
-            session_id=request.session_id,
-            direct=dropped_by_router(request.sampling_params)
-            or any(column.dropped_by_router for column in request.token_columns)
-            or request.on_tokens is not None,
+            session_id=plan.request.session_id,
+            direct=plan.direct,
             prefer=None if like is None else like.url,
+        )
+
+    async def _attempt(
+        self,
+        url: str,
+        plan: RequestPlan,
+        ticket: InFlightRequest,
+        deadline: float,
+        adapter: Adapter | None,
+        count: bool,
+    ) -> ServerResponse:
+        """Sends a request once; counts and returns its response."""
+        weights, sent_at = self.fleet.weights, time.monotonic()
+        payload = plan.payload(
+            cache_key=weights.version,
+            rid=ticket.sent_as,
+            adapter=None if adapter is None else adapter.served_as,
+            # A router drops the interval, and deltas would have to be joined.
+            stream=not (self.fleet.is_router(url) or self.capabilities.streams_deltas),
+        )
+        path, loss = f"{url}/generate", None
+        try:
+            if "stream" in payload:
+                tell = plan.request.on_tokens
+                answer, loss = await self._stream(path, payload, deadline, tell)
+            else:
+                session = plan.request.session_id
+                answer = await self.post(path, payload, ticket, deadline, session)
+            reply = decode_reply(answer, plan)
+            # Otherwise only the mark of the end was lost.
+            if loss is not None and reply.meta_info.finish_reason is None:
+                self._count_loss(ticket, url, loss)
+                reply = cut_short(reply, loss)
+            else:
+                loss = None
+        except RequestRefusedError as error:
+            reply, loss = aborted_early(error), None
+        seconds, meta = time.monotonic() - sent_at, reply.meta_info
+        outcome: Outcome
+        try:
+            outcome = parse_completion(
+                reply,
+                plan,
+                server=url,
+                sent_version=weights.version,
+                in_place_versions=self.fleet.weights.in_place_versions,
+                adapter=adapter,
+            )
+        except GenerationAbortedError as error:
+            outcome = error.replace(requested=ticket.aborted)
+        except RequestRefusedError as error:
+            outcome = error
+        if count:
+            self.counters.count_times(
+                seconds, meta.queue_time, meta.first_token_latency, meta.num_retractions
+            )
+            self.counters.count_outcome(len(plan.request.input_ids), outcome)
+        return ServerResponse(
+            outcome=outcome,
+            url=url,
+            adapter=adapter,
+            weights=weights,
+            sent_at=sent_at,
+            deadline=deadline,
+            cut_short=loss is not None,
         )
 
     async def send(
@@ -266,84 +275,51 @@ class Dispatcher:
         self,
         url: str,
         payload: dict[str, Any],
-        ticket: InFlightRequest,
         deadline: float,
-        request: GenerateRequest,
-    ) -> tuple[Reply, bool]:
-        """Posts a request; returns its reply, and whether the server ended before."""
+        tell: Callable[[list[int]], None] | None,
+    ) -> tuple[HttpResponse, ServerUnavailableError | None]:
+        """Posts a request; returns the last event, and the error that came behind."""
         latest: HttpResponse | None = None
-        columns, told = request.token_columns, 0.0
+        told = 0.0
 
         def keep(event: HttpResponse) -> None:
             nonlocal latest, told
             latest = event
-            if request.on_tokens is None:
+            if tell is None:
                 return
             # An event has everything so far, and takes its time to read.
             if (now := time.monotonic()) - told >= TOLD_SECONDS:
                 told = now
                 if (ids := decode_tokens(event)) is not None:
                     with carried_errors():
-                        request.on_tokens(ids)
+                        tell(ids)
 
+        timeout, headers = seconds_left(deadline), self._traced()
+        loss = None
         try:
-            await self.http.stream(
-                url,
-                payload,
-                keep,
-                timeout=seconds_left(deadline),
-                headers=self._traced(),
-            )
+            await self.http.stream(url, payload, keep, timeout=timeout, headers=headers)
         except ServerUnavailableError as error:
             if latest is None or not error.transient:
                 raise
-            reply = decode_reply(latest, columns)
-            if reply.meta_info.finish_reason is not None:
-                # Only the mark of the end was lost.
-                return reply, False
-            ticket.losses += 1
-            if ticket.losses >= self._max_attempts:
-                raise error.replace(transient=False) from None
-            self.in_flight.abandon(ticket)
-            self.fleet.failed(url.removesuffix("/generate"))
-            self.counters.retries += 1
-            return cut_short(reply, error), True
+            loss = error
         if latest is None:
             raise ServerUnavailableError(f"{url} sent a stream without any event.")
-        return decode_reply(latest, columns), False
+        return latest, loss
 
-    def _read(
-        self,
-        reply: Reply,
-        request: GenerateRequest,
-        url: str,
-        sent_version: str,
-        ticket: InFlightRequest,
-    ) -> Outcome:
-        """Returns the outcome in a reply, with the facts that only the engine knows."""
-        try:
-            completion = parse_completion(
-                reply,
-                request,
-                capabilities=self.capabilities,
-                server=url,
-                sent_version=sent_version,
-            )
-        except GenerationAbortedError as error:
-            return error.replace(requested=ticket.aborted)
-        except RequestRefusedError as error:
-            return error
-        kept = self.fleet.weights.in_place_versions
-        if kept and completion.versions:
-            # A server that ran out of memory computed some of the KV cache again.
-            mixed = any(span.version in kept for span in completion.versions[1:])
-            return replace(completion, mixed_state=mixed)
-        return completion
+    def _count_loss(
+        self, ticket: InFlightRequest, url: str, loss: ServerUnavailableError
+    ) -> None:
+        """Counts a server that ended in a response; raises if too many did."""
+        ticket.losses += 1
+        if ticket.losses >= self._max_attempts:
+            raise loss.replace(transient=False) from None
+        self.in_flight.abandon(ticket)
+        self.fleet.failed(url)
+        self.counters.retries += 1
 
 
-def _tell(traced: OpenSpan, answer: ServerAnswer) -> None:
-    """Tells a span what the server answered."""
-    outcome = answer.outcome
+def _trace(traced: OpenSpan, outcome: Outcome) -> None:
+    """Writes an outcome into the span of its request."""
     if isinstance(outcome, Completion):
         traced.set(
             gen_ai__usage__output_tokens=len(outcome.token_ids),
@@ -353,13 +329,6 @@ def _tell(traced: OpenSpan, answer: ServerAnswer) -> None:
         )
     else:
         traced.fail(str(outcome))
-
-
-def _with_adapter(completion: Completion, adapter: Adapter | None) -> Completion:
-    if adapter is None:
-        return completion
-    name, version = adapter.name, adapter.version
-    return replace(completion, adapter=name, adapter_version=version)
 
 
 def retry_delay(

@@ -26,6 +26,7 @@ from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import (
     ConfigurationError,
+    GenerationAbortedError,
     RequestRefusedError,
     ServerTimeoutError,
     SGLangError,
@@ -33,6 +34,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.support.histogram import SECONDS, TOKENS, Histogram
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.types import Completion
 
 ABORT_TIMEOUT_SECONDS = 5.0
 ABORTS_AT_ONCE = 64
@@ -124,7 +126,7 @@ class Counters:
         self.prompt_tokens += prompt
         self.cached_tokens += cached
         self.response_lengths.add(response)
-        self.count_tokens(response)
+        self._count_tokens(response)
 
     def count_times(
         self,
@@ -141,8 +143,14 @@ class Counters:
             self.first_token_seconds.add(first_token)
         self.retractions += retractions or 0
 
-    def count_tokens(self, response: int) -> None:
-        """Counts tokens of a response that goes on."""
+    def count_outcome(self, prompt: int, outcome: Completion | SGLangError) -> None:
+        """Counts the tokens of a response, finished or aborted."""
+        if isinstance(outcome, Completion):
+            self.count(prompt, outcome.cached_tokens, len(outcome.token_ids))
+        elif isinstance(outcome, GenerationAbortedError) and outcome.partial:
+            self._count_tokens(len(outcome.partial.token_ids))
+
+    def _count_tokens(self, response: int) -> None:
         self.response_tokens += response
         self._recent.append((time.monotonic(), response))
         self._drop_old()

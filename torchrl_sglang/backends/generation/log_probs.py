@@ -1,36 +1,15 @@
-"""Decides whether a server's log-probs are the requested ones, or a response is scored.
-
-For a sampled token SGLang reports ``log_softmax(logits)`` after penalties, biases,
-``min_new_tokens`` and grammar and, unless it was started with
-``SGLANG_RETURN_ORIGINAL_LOGPROB=1``, after the temperature
-(``sglang/srt/layers/sampler.py``). For prompt tokens it always reports the model's own.
-So where the two differ, a finished response is sent once more, as a prompt, whose
-beginning is in the prefix cache.
-"""
+"""Log-probs of the requested mode: probes servers, and joins scores to a response."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.generation.dispatch import seconds_left
-from torchrl_sglang.errors import (
-    ConfigurationError,
-    SGLangError,
-    UnsupportedByServerError,
-)
-from torchrl_sglang.requests.behaviour import has_own_log_probs
-from torchrl_sglang.requests.request import GenerateRequest, response_limit
-from torchrl_sglang.requests.sampling import (
-    GREEDY_TEMPERATURE,
-    changes_logits,
-    temperature_of,
-)
+from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion, ServerCapabilities
 
@@ -44,72 +23,6 @@ PROBE_MARGIN = 0.2
 """Distance of the top log-prob of undivided logits above that of equal ones."""
 
 PROBE_TIMEOUT_SECONDS = 30.0
-
-
-def scales_logits(params: Mapping[str, Any], capabilities: ServerCapabilities) -> bool:
-    """Returns whether a temperature other than 1 is applied. Pure."""
-    temperature = temperature_of(params, capabilities)
-    if temperature is None:
-        return True
-    return temperature >= GREEDY_TEMPERATURE and temperature != 1
-
-
-def depends_on_server(
-    request: GenerateRequest, capabilities: ServerCapabilities
-) -> bool:
-    """Returns whether servers have to be probed for a request of log-probs. Pure."""
-    params = request.sampling_params
-    if has_own_log_probs(request) or not scales_logits(params, capabilities):
-        return False
-    return request.logprobs_mode != "model" or not changes_logits(params, capabilities)
-
-
-def plan_scoring(
-    request: GenerateRequest,
-    ignores_temperature: bool | None,
-    capabilities: ServerCapabilities,
-) -> GenerateRequest:
-    """Decides whether a response with log-probs is scored when it is finished. Pure."""
-    params = request.sampling_params
-    if params.get("max_new_tokens") == 0 or has_own_log_probs(request):
-        return request
-    scaled = scales_logits(params, capabilities)
-    if request.logprobs_mode != "model":
-        if scaled and ignores_temperature is not False:
-            why = (
-                "depends on how the servers were started, and they differ, or one of "
-                "them did not tell; try again, or use logprobs_mode='model'."
-                if ignores_temperature is None
-                else "cannot be had: the server takes log-probabilities before it "
-                "applies the temperature. Start it with environment="
-                "{'SGLANG_RETURN_ORIGINAL_LOGPROB': '0'}, or use "
-                f"logprobs_mode='model'{_or_top_k(request, capabilities)}."
-            )
-            temperature = params.get("temperature")
-            raise UnsupportedByServerError(
-                f"logprobs_mode={request.logprobs_mode!r} with "
-                f"temperature={temperature!r} {why}"
-            )
-        return request
-    if not changes_logits(params, capabilities) and (not scaled or ignores_temperature):
-        return request
-    planned = replace(request, score_response=True)
-    if response_limit(planned, capabilities) < 1:
-        raise ConfigurationError(
-            f"A prompt of {len(request.input_ids)} tokens leaves no room for scoring "
-            f"its response: the server takes at most {capabilities.max_prompt} prompt "
-            f"tokens, and a response is scored as a part of one. Shorten it, or start "
-            f"the server with a larger context_length."
-        )
-    return planned
-
-
-def _or_top_k(request: GenerateRequest, capabilities: ServerCapabilities) -> str:
-    """Returns another remedy, where there is one."""
-    most = capabilities.args.sampling_mask_max_tokens
-    if request.logprobs_mode != "behaviour" or most is None:
-        return ""
-    return f", or sample with a top_k of 1 to {most}"
 
 
 class TemperatureProbe:
@@ -172,23 +85,6 @@ class TemperatureProbe:
 def is_unscaled(greatest: float, vocab_size: int) -> bool:
     """Returns whether logits with this top log-prob were not divided. Pure."""
     return greatest > PROBE_MARGIN - math.log(vocab_size)
-
-
-def to_scoring_request(
-    request: GenerateRequest, completion: Completion
-) -> GenerateRequest:
-    """Returns the request that scores a response under the model's own distribution."""
-    # The first scored token gets no log-prob: scoring begins at the last prompt token.
-    return replace(
-        request,
-        input_ids=[*request.input_ids, *completion.token_ids],
-        sampling_params={"max_new_tokens": 0},
-        return_logprobs=True,
-        return_prompt_logprobs=False,
-        token_columns=(),
-        score_response=False,
-        scored_from=len(request.input_ids) - 1,
-    )
 
 
 def with_scores(completion: Completion, scores: Completion) -> Completion | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,9 +24,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     SGLangError,
 )
-from torchrl_sglang.requests.behaviour import LOG_PROBS
-from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.requests.plan import RequestPlan
+from torchrl_sglang.requests.token_columns import LOG_PROBS, TokenColumn
 from torchrl_sglang.requests.token_values import (
     concatenate,
     same_values,
@@ -33,8 +33,8 @@ from torchrl_sglang.requests.token_values import (
     unknown_values,
 )
 from torchrl_sglang.types import (
+    Adapter,
     Completion,
-    ServerCapabilities,
     TokenLayout,
     TokenValues,
     VersionSpan,
@@ -124,13 +124,13 @@ _TOKENS_DECODER = msgspec.json.Decoder(_Tokens)
 _FIELDS_DECODER = msgspec.json.Decoder(_Fields)
 
 
-def decode_reply(answer: HttpResponse, columns: Sequence[TokenColumn] = ()) -> Reply:
+def decode_reply(answer: HttpResponse, plan: RequestPlan) -> Reply:
     """Returns the reply in a body; raises the error that a stream's event holds."""
     try:
         reply = _DECODER.decode(answer.body)
-        if columns:
+        if plan.columns:
             fields = _FIELDS_DECODER.decode(answer.body).meta_info
-            for column in columns:
+            for column, _ in plan.columns:
                 if column.field in fields:
                     written = fields[column.field]
                     reply.columns[column.name] = msgspec.json.decode(
@@ -193,32 +193,57 @@ def _first(values: list[Any] | None, length: int) -> list[Any] | None:
 
 def parse_completion(
     reply: Reply,
-    request: GenerateRequest,
+    plan: RequestPlan,
     *,
-    capabilities: ServerCapabilities,
     server: str,
     sent_version: str | None = None,
+    in_place_versions: Collection[str] = (),
+    adapter: Adapter | None = None,
 ) -> Completion:
-    """Returns the completion in a reply, or raises; after an abort with its tokens."""
-    read = _Reader(reply, capabilities, server)
+    """Returns the completion in a reply.
+
+    Args:
+        reply: of the server.
+        plan: of the request.
+        server: address of the server.
+        sent_version: weight version when the request was sent.
+        in_place_versions: weight versions that updates put below running requests.
+        adapter: that the response was computed with.
+
+    Raises:
+        SGLangError: if there is none; after an abort with the tokens so far.
+    """
+    reader = _Reader(reply, plan, server, sent_version, adapter)
     try:
-        read.check_end()
+        reader.check_end()
     except GenerationAbortedError as error:
-        raise error.replace(partial=read.partial(request, sent_version)) from None
-    return read.completion(request, sent_version)
+        raise error.replace(partial=reader.partial()) from None
+    completion = reader.completion()
+    if in_place_versions and completion.versions:
+        # A server that ran out of memory computed some of the KV cache again.
+        later = (span.version for span in completion.versions[1:])
+        mixed = any(version in in_place_versions for version in later)
+        return replace(completion, mixed_state=mixed)
+    return completion
 
 
 class _Reader:
     """Reads a reply and checks it."""
 
     def __init__(
-        self, reply: Reply, capabilities: ServerCapabilities, server: str
+        self,
+        reply: Reply,
+        plan: RequestPlan,
+        server: str,
+        sent_version: str | None,
+        adapter: Adapter | None,
     ) -> None:
+        self._sent_version, self._adapter = sent_version, adapter
         self._columns = reply.columns
-        self._capabilities = capabilities
+        self._plan, self._request = plan, plan.request
         self._meta, self._token_ids = reply.meta_info, reply.output_ids
         self._text = reply.text
-        self._vocab_size = capabilities.vocab_size
+        self._vocab_size = plan.capabilities.vocab_size
         self._server = server
         if self._meta.finish_reason is None:
             raise ServerUnavailableError(
@@ -226,16 +251,15 @@ class _Reader:
             )
         self._reason = self._meta.finish_reason
 
-    def completion(
-        self, request: GenerateRequest, sent_version: str | None
-    ) -> Completion:
+    def completion(self) -> Completion:
         """Returns the response that was asked for."""
+        request, scored_from = self._request, self._plan.scored_from
         meta, length = self._meta, len(self._token_ids)
         log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
         tops: Sequence[list[LogProbEntry] | None] = ()
-        own_scores = not request.score_response
-        if request.scored_from is not None:
-            scored = request.input_ids[request.scored_from :]
+        own_scores = not self._plan.scores
+        if scored_from is not None:
+            scored = request.input_ids[scored_from:]
             log_probs = self._log_probs("input_token_logprobs", scored)[1:]
             tops, length = (meta.input_top_logprobs or ())[1:], len(log_probs)
         elif own_scores:
@@ -250,8 +274,8 @@ class _Reader:
             top_token_ids = [[entry.token_id for entry in row] for row in rows]
             top_log_probs = [[_known(entry.log_prob) for entry in row] for row in rows]
         final = meta.weight_version
-        versions = self._versions(sent_version)
-        columns, prompt_columns = self._read_columns(request)
+        versions = self._versions()
+        columns, prompt_columns = self._read_columns()
         among_support = columns.pop(LOG_PROBS.name, None)
         if among_support is not None and request.return_logprobs:
             log_probs = among_support.tolist()
@@ -277,11 +301,11 @@ class _Reader:
                 or (not versions and bool(self._token_ids))
             ),
             text=self._text,
+            adapter=None if self._adapter is None else self._adapter.name,
+            adapter_version=None if self._adapter is None else self._adapter.version,
         )
 
-    def partial(
-        self, request: GenerateRequest, sent_version: str | None
-    ) -> Completion | None:
+    def partial(self) -> Completion | None:
         """Returns the tokens of an aborted response; ``None`` if they are not known."""
         ids, counted = self._token_ids, self._meta.completion_tokens
         # Some versions send the last token only; and one that is out of the vocabulary
@@ -295,7 +319,7 @@ class _Reader:
         ):
             return None
         try:
-            return self.completion(request, sent_version)
+            return self.completion()
         except (ServerUnavailableError, NotFiniteError):
             # A request that was aborted in the queue has no log-probs of its prompt.
             return None
@@ -354,17 +378,17 @@ class _Reader:
         return found
 
     def _read_columns(
-        self, request: GenerateRequest
+        self,
     ) -> tuple[dict[str, TokenValues], dict[str, TokenValues]]:
         """Returns the columns of the response, and those of the prompt."""
+        request, capabilities = self._request, self._plan.capabilities
         length = len(self._token_ids)
         before = len(request.input_ids) - request.columns_from
         response, prompt = {}, {}
-        for column in request.token_columns:
-            layout = column.layout(self._capabilities)
+        for column, layout in self._plan.columns:
             start = before if column.of_prompt else 0
             if column.of_request is not None:
-                value = column.of_request(request.sampling_params, self._capabilities)
+                value = column.of_request(request.sampling_params, capabilities)
                 response[column.name] = same_values(layout, length, value)
                 continue
             if not start + length:
@@ -426,12 +450,12 @@ class _Reader:
         before = unknown_values(values.layout, newest - start)
         return concatenate([values[:start], before, values[newest:]])
 
-    def _versions(self, sent_version: str | None) -> tuple[VersionSpan, ...]:
+    def _versions(self) -> tuple[VersionSpan, ...]:
         version, length = self._meta.weight_version, len(self._token_ids)
         spans = self._meta.weight_versions
         if not spans:
             # The server names the last version only; others may have come before.
-            if version is None or sent_version not in (None, str(version)):
+            if version is None or self._sent_version not in (None, str(version)):
                 return ()
             spans = [Span(version=version, start=0, end=length)]
         return tuple(

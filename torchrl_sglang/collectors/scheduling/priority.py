@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Literal, TypeAlias
 
 from torchrl_sglang.errors import UnsupportedByServerError
-from torchrl_sglang.requests.request import check_priorities
+from torchrl_sglang.requests.plan import check_priorities
 from torchrl_sglang.types import ServerCapabilities
 
 RequestOrder: TypeAlias = Literal["arrival", "oldest"]

@@ -15,7 +15,6 @@ from helpers.fake_server import (
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.generation.log_probs import (
     is_unscaled,
-    scales_logits,
     with_scores,
 )
 from torchrl_sglang.errors import (
@@ -23,7 +22,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.requests.sampling import changes_logits, shifts_logits
+from torchrl_sglang.requests.plan import plan_request
+from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.types import Completion, VersionSpan
 
 PROMPTS = [[5], [6, 7], [8, 9, 10]]
@@ -77,6 +77,20 @@ def check(answers, value, mode) -> None:
         assert answer.logprobs_mode == mode
 
 
+def plan_of(params, capabilities):
+    """Returns the plan of a request for log-probs."""
+    request = GenerateRequest(
+        input_ids=[5], sampling_params=params, return_logprobs=True
+    )
+    return plan_request(request, capabilities)
+
+
+@pytest.fixture
+def able(capabilities):
+    """Capabilities of servers that take every sampling parameter."""
+    return dataclasses.replace(capabilities, has_grammar=True, uses_seeds=True)
+
+
 @pytest.mark.parametrize(
     ("params", "changed"),
     [
@@ -96,26 +110,30 @@ def check(answers, value, mode) -> None:
         ({"structural_tag": "{}"}, True),
     ],
 )
-def test_parameters_that_change_the_logits(params, changed, capabilities):
-    assert changes_logits(params, capabilities) is changed
-    preferring = dataclasses.replace(capabilities, default_sampling_params=params)
-    assert changes_logits({}, preferring) is changed
-    # Some leave tokens out, and change no other's.
+def test_parameters_that_change_the_logits(params, changed, able):
+    # A temperature of 1 is the only one that does not depend on the servers.
+    params = {**params, "temperature": 1.0}
+    assert plan_of(params, able).scores is changed
+    assert plan_of(params, able).replayable is not changed
+    preferring = dataclasses.replace(able, default_sampling_params=params)
+    assert plan_of({}, preferring).scores is changed
+    # Some leave tokens out, and change no other's: a support has the tokens they left.
     leaves_out = {"min_new_tokens", "regex", "json_schema", "ebnf", "structural_tag"}
     shifted = changed and not leaves_out & set(params)
-    assert shifts_logits(params, capabilities) is shifted
+    assert plan_of({**params, "top_k": 3}, able).replayable is not shifted
 
 
 @pytest.mark.parametrize(
     ("temperature", "scaled"),
     [(None, False), (1, False), (1.0, False), (0, False), (1e-7, False), (0.7, True)],
 )
-def test_temperatures_that_scale_the_logits(temperature, scaled, capabilities):
-    given = {"temperature": temperature}
-    assert scales_logits(given, capabilities) is scaled
-    preferring = dataclasses.replace(capabilities, default_sampling_params=given)
-    assert scales_logits({}, preferring) is scaled
-    assert scales_logits({"temperature": 1.0}, preferring) is False
+def test_temperatures_that_scale_the_logits(temperature, scaled, able):
+    params = {"temperature": temperature}
+    scores = None if scaled else False
+    assert plan_of(params, able).scores is scores
+    preferring = dataclasses.replace(able, default_sampling_params=params)
+    assert plan_of({}, preferring).scores is scores
+    assert plan_of({"temperature": 1.0}, preferring).scores is False
 
 
 def test_a_flat_model_counts_as_scaled():

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import math
 import re
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -21,11 +20,8 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.requests.request import (
-    GenerateRequest,
-    check_prompt,
-    to_payload,
-)
+from torchrl_sglang.requests.plan import check_prompt, plan_request
+from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
     SAMPLING_PARAMETERS,
     check_sampling_params,
@@ -219,7 +215,7 @@ def test_payload(options, sent, capabilities):
         sampling_params={"temperature": 0.0, "max_new_tokens": 3},
         **options,
     )
-    payload = to_payload(request, capabilities, cache_key="7", rid="x")
+    payload = plan_request(request, capabilities).payload(cache_key="7", rid="x")
     assert payload == {
         "input_ids": [5, 6],
         "sampling_params": {"temperature": 0.0, "max_new_tokens": 3},
@@ -233,9 +229,9 @@ def test_payload(options, sent, capabilities):
 
 
 def test_an_adapter_is_named_where_there_is_one(capabilities):
-    one = GenerateRequest(input_ids=[5], sampling_params={})
+    plan = plan_request(GenerateRequest(input_ids=[5]), capabilities)
     for adapter, sent in (("a", {"lora_path": "a"}), (None, {})):
-        payload = to_payload(one, capabilities, cache_key="7", rid="x", adapter=adapter)
+        payload = plan.payload(cache_key="7", rid="x", adapter=adapter)
         assert {k: v for k, v in payload.items() if k == "lora_path"} == sent
 
 
@@ -257,7 +253,7 @@ def test_an_adapter_is_named_where_there_is_one(capabilities):
 )
 def test_responses_are_limited_by_the_context(length, asked, sent, capabilities):
     request = GenerateRequest(input_ids=[5] * length, sampling_params=asked)
-    payload = to_payload(request, capabilities, cache_key="", rid="x")
+    payload = plan_request(request, capabilities).payload(cache_key="", rid="x")
     assert payload["sampling_params"] == sent
 
 
@@ -285,17 +281,17 @@ REQUEST = GenerateRequest(
 )
 
 
-CAPABILITIES = SimpleNamespace(vocab_size=300)
+@pytest.fixture
+def parse(capabilities):
+    """Returns the completion in a reply."""
 
+    def parse_reply(reply, request=REQUEST):
+        body = msgspec.json.encode(reply)
+        answer = HttpResponse(url="http://one:1/generate", status=200, body=body)
+        plan = plan_request(request, capabilities)
+        return parse_completion(decode_reply(answer, plan), plan, server="http://one:1")
 
-def parse(reply, request=REQUEST):
-    body = msgspec.json.encode(reply)
-    read = decode_reply(
-        HttpResponse(url="http://one:1/generate", status=200, body=body)
-    )
-    return parse_completion(
-        read, request, capabilities=CAPABILITIES, server="http://one:1"
-    )
+    return parse_reply
 
 
 def changed(*path_and_value):
@@ -312,7 +308,7 @@ def changed(*path_and_value):
     return reply
 
 
-def test_completion():
+def test_completion(parse):
     completion = parse(REPLY)
     assert math.isnan(completion.prompt_log_probs[0])
     assert completion.prompt_log_probs[1:] == [-4.8, -5.5]
@@ -325,14 +321,14 @@ def test_completion():
     assert completion.text == "(/"
 
 
-def test_log_probs_that_were_not_requested():
+def test_log_probs_that_were_not_requested(parse):
     plain = GenerateRequest(input_ids=[5, 17, 99], sampling_params={})
     completion = parse(REPLY, plain)
     assert (completion.log_probs, completion.prompt_log_probs) == (None, None)
     parse(changed("meta_info", "output_token_logprobs", ...), plain)
 
 
-def test_stop():
+def test_stop(parse):
     reason = {"type": "stop", "matched": 14}
     completion = parse(changed("meta_info", "finish_reason", reason))
     assert (completion.finish_reason, completion.matched_stop) == ("stop", 14)
@@ -355,18 +351,18 @@ def test_stop():
         ),
     ],
 )
-def test_versions(reply, versions):
+def test_versions(parse, reply, versions):
     found = [(span.version, span.start, span.end) for span in parse(reply).versions]
     assert found == versions
 
 
-def test_no_version_is_invented():
+def test_no_version_is_invented(parse):
     reply = changed("meta_info", "weight_versions", ...)
     del reply["meta_info"]["weight_version"]
     assert parse(reply).versions == ()
 
 
-def test_last_vocabulary_id_is_written_as_zero():
+def test_last_vocabulary_id_is_written_as_zero(parse):
     reply = changed("output_ids", [7, 299])
     reply["meta_info"]["output_token_logprobs"][1] = [-5.1, 0, None]
     assert parse(reply).log_probs == [-5.9, -5.1]
@@ -413,7 +409,7 @@ def test_last_vocabulary_id_is_written_as_zero():
         (changed("meta_info", "cached_tokens", "many"), "malformed"),
     ],
 )
-def test_malformed_replies(reply, words):
+def test_malformed_replies(parse, reply, words):
     with pytest.raises(ServerUnavailableError, match=words) as caught:
         parse(reply)
     assert "http://one:1" in str(caught.value)
@@ -423,7 +419,7 @@ def test_malformed_replies(reply, words):
     ("name", "place", "token"),
     [("output_token_logprobs", 0, 7), ("input_token_logprobs", 2, 99)],
 )
-def test_log_probs_of_a_model_whose_logits_are_nan(name, place, token):
+def test_log_probs_of_a_model_whose_logits_are_nan(parse, name, place, token):
     with pytest.raises(NotFiniteError, match=f"position {place} of {name} unset"):
         parse(changed("meta_info", name, place, [None, token, None]))
 
@@ -465,7 +461,7 @@ def test_replies_that_are_not_json(body):
         ),
     ],
 )
-def test_aborted_responses(reason, error, words):
+def test_aborted_responses(parse, reason, error, words):
     with pytest.raises(error, match=words) as caught:
         parse(changed("meta_info", "finish_reason", reason))
     if error is RequestRefusedError:

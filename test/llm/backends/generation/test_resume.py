@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from torchrl_sglang.requests.plan import plan_request
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.resume import (
     ended,
     join_completions,
     resume_request,
 )
-from torchrl_sglang.requests.sampling import counts_tokens, is_resumable
 from torchrl_sglang.types import Completion, VersionSpan
 
 
@@ -129,5 +131,7 @@ def test_an_aborted_response_may_have_ended(params, reason):
     ],
 )
 def test_what_can_go_on(params, resumable, counted, capabilities):
-    assert is_resumable(params, capabilities) == resumable
-    assert counts_tokens(params, capabilities) == counted
+    request = GenerateRequest(input_ids=[5], sampling_params=params)
+    plan = plan_request(request, replace(capabilities, has_grammar=True))
+    assert plan.resumable == resumable
+    assert plan.survives_retraction != counted

@@ -42,9 +42,10 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
     UnsupportedByServerError,
 )
+from torchrl_sglang.requests.plan import plan_request
+from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.sampling import (
     SAMPLING_PARAMETERS,
-    dropped_by_router,
 )
 from torchrl_sglang.support.event_loop import run_sync
 
@@ -380,7 +381,7 @@ def test_keys():
         assert key not in str(vars(router)["command"]) + repr(router)
 
 
-def test_sampling_parameters_that_are_lost(pair):
+def test_sampling_parameters_that_are_lost(pair, capabilities):
     """If this fails, the router has learnt one: change its row in the table."""
     values: dict[tuple[type, ...], Any] = {
         (str,): "x",
@@ -406,8 +407,9 @@ def test_sampling_parameters_that_are_lost(pair):
     dropped = {n for n, row in SAMPLING_PARAMETERS.items() if row.dropped_by_router}
     assert set(given) - set(kept) == {"custom_params", "stream_interval", *dropped}
     assert kept == {name: given[name] for name in kept}
-    assert dropped_by_router({"temperature": 0.7, "stop_regex": ["a"]})
-    assert not dropped_by_router({"temperature": 0.7})
+    for params, direct in (({}, False), ({"stop_regex": ["a"]}, True)):
+        request = GenerateRequest(input_ids=[1], sampling_params=params)
+        assert plan_request(request, capabilities).direct is direct
 
 
 def test_fields_that_the_engine_sends(pair):
