@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, Protocol
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tokens import decode
-from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.policies.sampling import as_texts
-from torchrl_sglang.requests.request import GenerateRequest
+from torchrl_sglang.requests.request import GenerateRequest, Outcome
 from torchrl_sglang.requests.resume import (
     cut,
     join_completions,
@@ -25,8 +25,6 @@ from torchrl_sglang.requests.resume import (
     stops_of,
 )
 from torchrl_sglang.types import Completion, ServerCapabilities
-
-Outcome = Completion | SGLangError
 
 NEVER = -1e9
 """Logit bias that makes a token's probability 0 in float32."""
@@ -69,15 +67,9 @@ class Stages(NamedTuple):
     ``min_new_tokens``."""
 
 
-class _EngineCall(NamedTuple):
-    """One call of the engine."""
-
-    requests: Sequence[GenerateRequest]
-    return_exceptions: bool
-
-
-_Steps = Generator[_EngineCall, list[Outcome], list[Outcome]]
-"""Yields calls of the engine, takes their outcomes, and returns those of all."""
+_Steps = Generator[tuple[Sequence[GenerateRequest], bool], list[Outcome], list[Outcome]]
+"""Yields requests of an engine's call and its ``return_exceptions``, takes their
+outcomes, and returns those of all."""
 
 
 def ask(
@@ -92,13 +84,11 @@ def ask(
     The tokenizer may be ``None`` if no request needs one.
     """
     steps = _steps(engine.capabilities, requests, tokenizer, return_exceptions)
-    call = next(steps)
+    calls, collect = next(steps)
     try:
         while True:
-            outcomes = engine.generate_requests(
-                call.requests, return_exceptions=call.return_exceptions
-            )
-            call = steps.send(list(outcomes))
+            outcomes = engine.generate_requests(calls, return_exceptions=collect)
+            calls, collect = steps.send(list(outcomes))
     except StopIteration as end:
         return _value(end)
 
@@ -112,15 +102,13 @@ async def ask_async(
 ) -> list[Outcome]:
     """The same as :func:`ask`, to be awaited; each call has a timeout, in seconds."""
     steps = _steps(engine.capabilities, requests, tokenizer, False)
-    call = next(steps)
+    calls, collect = next(steps)
     try:
         while True:
             outcomes = await engine.agenerate_requests(
-                call.requests,
-                timeout=timeout,
-                return_exceptions=call.return_exceptions,
+                calls, timeout=timeout, return_exceptions=collect
             )
-            call = steps.send(list(outcomes))
+            calls, collect = steps.send(list(outcomes))
     except StopIteration as end:
         return _value(end)
 
@@ -142,7 +130,7 @@ def _steps(
         for request in requests:
             _check_without_tokenizer(request, on_server)
     if on_server:
-        outcomes = yield _EngineCall(requests, return_exceptions)
+        outcomes = yield requests, return_exceptions
     else:
         outcomes = yield from _in_stages(
             capabilities, requests, tokenizer, return_exceptions
@@ -192,7 +180,7 @@ def _in_stages(
         replace(request, sampling_params=stage.first, on_tokens=None)
         for request, stage in zip(requests, stages, strict=True)
     ]
-    outcomes = yield _EngineCall(first, return_exceptions)
+    outcomes = yield first, return_exceptions
     rest = {}
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
         if stage.rest is None or not isinstance(outcome, Completion):
@@ -203,7 +191,7 @@ def _in_stages(
             rest[index] = request
     if not rest:
         return outcomes
-    continued = yield _EngineCall(list(rest.values()), True)
+    continued = yield list(rest.values()), True
     for index, outcome in zip(rest, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)

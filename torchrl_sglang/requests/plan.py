@@ -265,12 +265,13 @@ def plan_request(
         filters = {"temperature": temperature}
     rows = effective_rows(params, capabilities)
     changing = {name: row for name, row in rows.items() if row.neutral}
-    counting = [name for name, row in rows.items() if row.counts_tokens]
-    columns = _plan_columns(request, params, filters, capabilities)
+    counting = {name for name, row in rows.items() if row.counts_tokens}
     if capabilities.uses_seeds and "sampling_seed" not in params:
         # The server would give all requests the same one.
         params = {**params, "sampling_seed": secrets.randbits(63)}
     request = replace(request, sampling_params=params)
+    scores = _needs_scores(request, temperature, bool(changing))
+    columns = _plan_columns(request, filters, capabilities)
     plan = RequestPlan(
         request=request,
         columns=tuple((column, column.layout(capabilities)) for column in columns),
@@ -282,12 +283,10 @@ def plan_request(
             not filters or _changes_kept_tokens(name, row)
             for name, row in changing.items()
         ),
-        scores=False
-        if LOG_PROBS in columns
-        else _needs_scores(request, temperature, bool(changing)),
+        scores=scores if LOG_PROBS not in columns else False,
         # The number of required tokens that remain is known, and the server's is not.
         resumable=not any(row.needs_grammar for row in rows.values())
-        and not {*counting} - ({"min_new_tokens"} & params.keys()),
+        and not counting - ({"min_new_tokens"} & params.keys()),
         # A server computes late columns again, with the new weights.
         survives_retraction=not (counting or any(column.late for column in columns)),
         direct=any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)
@@ -340,11 +339,11 @@ def _with_room(plan: RequestPlan) -> RequestPlan:
 
 def _plan_columns(
     request: GenerateRequest,
-    params: Mapping[str, Any],
     filters: Mapping[str, Any],
     capabilities: ServerCapabilities,
 ) -> tuple[TokenColumn, ...]:
     """Returns the columns of a request and those that its mode of log-probs needs."""
+    params = request.sampling_params
     columns = columns_of_mode(request.logprobs_mode, tuple(request.token_columns))
     if request.logprobs_mode == "behaviour":
         support = TOKEN_COLUMNS[SAMPLING_SUPPORT]

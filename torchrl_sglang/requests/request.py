@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.requests.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
@@ -23,7 +23,10 @@ from torchrl_sglang.support.checks import (
     to_python,
 )
 from torchrl_sglang.support.texts import half_character
-from torchrl_sglang.types import LogProbsMode
+from torchrl_sglang.types import Completion, LogProbsMode
+
+Outcome: TypeAlias = Completion | SGLangError
+"""Result of a request."""
 
 GENERATE_TIMEOUT_SECONDS = 1800.0
 """Default timeout of a batch."""

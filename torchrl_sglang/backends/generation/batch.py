@@ -20,8 +20,7 @@ from torchrl_sglang.backends.generation.complete import (
     RequestRun,
     ResendPolicy,
 )
-from torchrl_sglang.backends.generation.dispatch import Dispatcher, Outcome
-from torchrl_sglang.backends.generation.in_flight import InFlightRequest
+from torchrl_sglang.backends.generation.dispatch import Dispatcher
 from torchrl_sglang.backends.generation.log_probs import TemperatureProbe
 from torchrl_sglang.errors import (
     GenerationAbortedError,
@@ -31,7 +30,7 @@ from torchrl_sglang.errors import (
     SGLangError,
 )
 from torchrl_sglang.requests.plan import RequestPlan, plan_request
-from torchrl_sglang.requests.request import Batch
+from torchrl_sglang.requests.request import Batch, Outcome
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import UserCodeError
 from torchrl_sglang.types import Completion
@@ -136,35 +135,27 @@ class Generation:
         request_timeout: float | None,
     ) -> AsyncGenerator[tuple[int, Outcome], None]:
         """Yields the index and the outcome of each request as it ends."""
-        tickets = {
-            index: InFlightRequest(
+        runs = {
+            index: RequestRun(
+                self._dispatcher,
+                self._resends,
+                self._get_tokenizer,
+                plan,
                 deadline=deadline,
                 request_timeout=request_timeout,
-                request_id=plan.request.request_id,
-                resumable=plan.resumable,
-                survives_retraction=plan.survives_retraction,
             )
             for index, plan in plans.items()
         }
         ended: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
-        with self._dispatcher.in_flight.registered(tickets.values()):
+        tickets = [run.ticket for run in runs.values()]
+        with self._dispatcher.in_flight.registered(tickets):
             prefills: dict[int, asyncio.Task[None]] = {}
             for group in sharing_prompts(plans):
-                work = prefill(
-                    self._dispatcher, plans[group[0]], deadline, request_timeout
-                )
+                work = runs[group[0]].prefill()
                 prefills |= dict.fromkeys(group, asyncio.ensure_future(work))
             pending = {
-                asyncio.ensure_future(
-                    RequestRun(
-                        self._dispatcher,
-                        self._resends,
-                        self._get_tokenizer,
-                        plan,
-                        tickets[index],
-                    ).run(prefills.get(index))
-                ): index
-                for index, plan in plans.items()
+                asyncio.ensure_future(run.run(prefills.get(index))): index
+                for index, run in runs.items()
             }
             started: list[asyncio.Task[Any]] = [*prefills.values(), *pending]
             for task in pending:
@@ -231,23 +222,3 @@ def sharing_prompts(plans: Mapping[int, RequestPlan]) -> list[list[int]]:
         ):
             groups[tuple(request.input_ids), request.adapter].append(index)
     return [group for group in groups.values() if len(group) > 1]
-
-
-async def prefill(
-    dispatcher: Dispatcher,
-    plan: RequestPlan,
-    deadline: float,
-    request_timeout: float | None,
-) -> None:
-    """Has a server compute the prompt of a request; a failure is only logged."""
-    # Without the caller's name: aborting one request must not abort its prefill.
-    ticket = InFlightRequest(deadline=deadline, request_timeout=request_timeout)
-    try:
-        with dispatcher.in_flight.registered([ticket]):
-            async with dispatcher.in_flight.turn(deadline):
-                await dispatcher.generate(
-                    plan.prefill(), ticket, ticket.end_of_attempt(), count=False
-                )
-    except SGLangError as error:
-        # The request itself will fail in the same way.
-        torchrl_logger.debug(f"A prefill failed: {error}")

@@ -18,11 +18,7 @@ from torchrl_sglang.backends.fleet.adapter_registry import AdapterRegistry
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.reconcile import Suspected
 from torchrl_sglang.backends.fleet.weights_state import version_order
-from torchrl_sglang.backends.generation.dispatch import (
-    Dispatcher,
-    Outcome,
-    ServerResponse,
-)
+from torchrl_sglang.backends.generation.dispatch import Dispatcher, ServerResponse
 from torchrl_sglang.backends.generation.in_flight import InFlightRequest
 from torchrl_sglang.backends.generation.log_probs import with_scores
 from torchrl_sglang.errors import (
@@ -34,6 +30,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.requests.plan import RequestPlan
+from torchrl_sglang.requests.request import Outcome
 from torchrl_sglang.requests.resume import (
     Stops,
     cut,
@@ -56,7 +53,11 @@ MOST_CHECKS = 3
 
 
 class RequestRun:
-    """One request and what it has generated so far."""
+    """One request and what it has generated so far.
+
+    Attributes:
+        ticket (InFlightRequest): of the request, by which it is aborted.
+    """
 
     def __init__(
         self,
@@ -64,13 +65,21 @@ class RequestRun:
         resends: ResendPolicy,
         get_tokenizer: Callable[[], Any],
         plan: RequestPlan,
-        ticket: InFlightRequest,
+        *,
+        deadline: float,
+        request_timeout: float | None,
     ) -> None:
         self._dispatcher = dispatcher
         self._resends = resends
         self._get_tokenizer = get_tokenizer
         self._plan = plan
-        self._ticket = ticket
+        self.ticket = InFlightRequest(
+            deadline=deadline,
+            request_timeout=request_timeout,
+            request_id=plan.request.request_id,
+            resumable=plan.resumable,
+            survives_retraction=plan.survives_retraction,
+        )
         self._start_over()
 
     @cached_property
@@ -82,6 +91,22 @@ class RequestRun:
         self._adapter: Adapter | None = None
         # The part of the request that has no response yet.
         self._rest = self._plan
+
+    async def prefill(self) -> None:
+        """Has a server compute the prompt of the request; a failure is only logged."""
+        plan, in_flight = self._plan.prefill(), self._dispatcher.in_flight
+        deadline, seconds = self.ticket.deadline, self.ticket.request_timeout
+        # Without the caller's name: aborting one request must not abort its prefill.
+        ticket = InFlightRequest(deadline=deadline, request_timeout=seconds)
+        try:
+            with in_flight.registered([ticket]):
+                async with in_flight.turn(deadline):
+                    await self._dispatcher.generate(
+                        plan, ticket, ticket.end_of_attempt(), count=False
+                    )
+        except SGLangError as error:
+            # The request itself will fail in the same way.
+            torchrl_logger.debug(f"A prefill failed: {error}")
 
     async def run(self, before: asyncio.Task[None] | None) -> Outcome:
         """Returns the outcome of the request, which is sent after ``before``."""
@@ -95,7 +120,7 @@ class RequestRun:
             outcome = error
         finally:
             # The rest of the batch may take longer.
-            self._dispatcher.in_flight.forget(self._ticket)
+            self._dispatcher.in_flight.forget(self.ticket)
         if isinstance(outcome, GenerationAbortedError) and outcome.partial is None:
             partial = self._so_far or no_tokens(self._plan.request)
             return outcome.replace(partial=partial)
@@ -145,9 +170,9 @@ class RequestRun:
         rest = self._plan.resume(whole)
         # Nobody here would see a stop string that two parts hold together.
         blind = self._stops and tokenizer is None
-        if rest is None or blind or not self._ticket.resumable:
-            self._ticket.resumable = False
-            self._ticket.restarts += 1
+        if rest is None or blind or not self.ticket.resumable:
+            self.ticket.resumable = False
+            self.ticket.restarts += 1
             self._start_over()
         else:
             self._so_far, self._rest, self._adapter = whole, rest, response.adapter
@@ -196,7 +221,7 @@ class RequestRun:
         self, plan: RequestPlan, *, like: ServerResponse | None = None
     ) -> ServerResponse:
         """Sends one request in its turn; ``like`` is the response that it scores."""
-        ticket = self._ticket
+        ticket = self.ticket
         async with self._dispatcher.in_flight.turn(ticket.deadline):
             deadline = ticket.end_of_attempt() if like is None else like.deadline
             try:

@@ -33,9 +33,9 @@ from torchrl_sglang.errors import (
     GenerationAbortedError,
     RequestRefusedError,
     ServerUnavailableError,
-    SGLangError,
 )
 from torchrl_sglang.requests.plan import RequestPlan
+from torchrl_sglang.requests.request import Outcome
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import OpenSpan, span, traced_headers
 from torchrl_sglang.support.user_code import carried_errors
@@ -52,9 +52,6 @@ LONGEST_DELAY_SECONDS = 5.0
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """A router with a keyed policy sends requests with equal values of this header to one
 server."""
-
-Outcome = Completion | SGLangError
-"""Result of a request."""
 
 TOLD_SECONDS = 0.05
 """Least time between two calls of ``GenerateRequest.on_tokens``, in seconds."""

@@ -31,6 +31,7 @@ from torchrl_sglang.errors import (
     ServerTimeoutError,
     SGLangError,
 )
+from torchrl_sglang.requests.request import Outcome
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.support.histogram import SECONDS, TOKENS, Histogram
 from torchrl_sglang.support.log import torchrl_logger
@@ -143,7 +144,7 @@ class Counters:
             self.first_token_seconds.add(first_token)
         self.retractions += retractions or 0
 
-    def count_outcome(self, prompt: int, outcome: Completion | SGLangError) -> None:
+    def count_outcome(self, prompt: int, outcome: Outcome) -> None:
         """Counts the tokens of a response, finished or aborted."""
         if isinstance(outcome, Completion):
             self.count(prompt, outcome.cached_tokens, len(outcome.token_ids))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.backends.generation.batch import explain_unavailable
@@ -43,15 +43,8 @@ ANSWERED_BY = {
 """Field that asks for something -> field of the answer that has it."""
 
 
-class _Attempt(NamedTuple):
-    """One server's answer."""
-
-    reply: Any
-    """Content of the answer."""
-    url: str
-    """Server or router that it was sent to."""
-    weights: ServedWeights
-    """State of the weights when it was sent."""
+_Attempt: TypeAlias = tuple[Any, str, ServedWeights]
+"""Content of an answer, server or router that it is from, weights when it was sent."""
 
 
 async def post_openai(
@@ -94,7 +87,7 @@ async def post_openai(
                 reply: Any = {"choices": [{"finish_reason": "abort"}]}
             else:
                 reply = answer.json()
-            return _Attempt(reply, url, weights)
+            return reply, url, weights
 
     with dispatcher.in_flight.registered([ticket]):
         try:

@@ -107,21 +107,15 @@ class Reply(msgspec.Struct, gc=False):
     """Fields of ``meta_info`` that requested columns come in; no part of the JSON."""
 
 
-class _Fields(msgspec.Struct, gc=False):
-    """The fields of ``meta_info`` of a reply, each as it is written."""
+class _RawReply(msgspec.Struct, gc=False):
+    """A reply whose facts are not decoded."""
 
+    output_ids: list[int]
     meta_info: dict[str, msgspec.Raw]
 
 
-class _Tokens(msgspec.Struct, gc=False):
-    """The tokens of a reply."""
-
-    output_ids: list[int]
-
-
 _DECODER = msgspec.json.Decoder(Reply)
-_TOKENS_DECODER = msgspec.json.Decoder(_Tokens)
-_FIELDS_DECODER = msgspec.json.Decoder(_Fields)
+_RAW_DECODER = msgspec.json.Decoder(_RawReply)
 
 
 def decode_reply(answer: HttpResponse, plan: RequestPlan) -> Reply:
@@ -129,7 +123,7 @@ def decode_reply(answer: HttpResponse, plan: RequestPlan) -> Reply:
     try:
         reply = _DECODER.decode(answer.body)
         if plan.columns:
-            fields = _FIELDS_DECODER.decode(answer.body).meta_info
+            fields = _RAW_DECODER.decode(answer.body).meta_info
             for column, _ in plan.columns:
                 if column.field in fields:
                     written = fields[column.field]
@@ -155,7 +149,7 @@ def decode_reply(answer: HttpResponse, plan: RequestPlan) -> Reply:
 def decode_tokens(event: HttpResponse) -> list[int] | None:
     """Returns the tokens in an event of a stream; ``None`` of one that has none."""
     try:
-        return _TOKENS_DECODER.decode(event.body).output_ids
+        return _RAW_DECODER.decode(event.body).output_ids
     except NOT_JSON:
         return None
 

@@ -425,9 +425,10 @@ def test_log_probs_of_a_model_whose_logits_are_nan(parse, name, place, token):
 
 
 @pytest.mark.parametrize("body", [b"[" * 10_000, b'{"x": ' + b"[" * 10_000, b"\xff"])
-def test_replies_that_are_not_json(body):
+def test_replies_that_are_not_json(body, capabilities):
+    plan = plan_request(REQUEST, capabilities)
     with pytest.raises(ServerUnavailableError, match="http://one:1 .*not JSON"):
-        decode_reply(HttpResponse(url="http://one:1", status=200, body=body))
+        decode_reply(HttpResponse(url="http://one:1", status=200, body=body), plan)
 
 
 @pytest.mark.parametrize(
