@@ -82,9 +82,9 @@ def check_column_keys(
     columns: Iterable[TokenColumn], keys: Mapping[str, NestedKey], input_key: NestedKey
 ) -> None:
     """Refuses a token column at a key where a container, or the input, is."""
-    taken = {"the input": input_key, **keys}
+    containers = {"the input": input_key, **keys}
     for column in columns:
-        for name, key in taken.items():
+        for name, key in containers.items():
             first = key if isinstance(key, str) else key[0]
             if name != column.name and first == column.name:
                 raise ConfigurationError(

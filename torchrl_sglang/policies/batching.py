@@ -105,14 +105,14 @@ class Batcher(Generic[Item, Result]):
             wait = call.deadline - time.monotonic()
             if len(self._queue) >= self._min_size or wait <= 0:
                 size = min(len(self._queue), self._max_size or len(self._queue))
-                taken = [self._queue.popleft() for _ in range(size)]
-                for _, _, owner in taken:
+                items = [self._queue.popleft() for _ in range(size)]
+                for _, _, owner in items:
                     owner.waiting -= 1
                     owner.deadline = -math.inf
                 self._running += size
                 # Wakes the callers whose items were taken.
                 self._arrival.notify_all()
-                return [(item, future) for item, future, _ in taken]
+                return [(item, future) for item, future, _ in items]
             self._arrival.wait(wait)
         return []
 

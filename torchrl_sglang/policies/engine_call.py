@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.chat.template import ChatTemplate
@@ -36,24 +36,6 @@ class SampleRequest(GenerateRequest):
 
     include_stop: bool = True
     """Whether the response keeps the stop string that ended it."""
-
-
-class AsyncGenerates(Protocol):
-    """Members of an engine that generates asynchronously."""
-
-    @property
-    def capabilities(self) -> ServerCapabilities:
-        """Capabilities that all servers have."""
-
-    async def agenerate_requests(
-        self,
-        requests: Sequence[GenerateRequest],
-        *,
-        timeout: float | None = None,
-        request_timeout: float | None = None,
-        return_exceptions: bool = False,
-    ) -> list[Completion]:
-        """Returns the responses to requests, see :class:`.RLSGLangEngine`."""
 
 
 class Stages(NamedTuple):
@@ -94,7 +76,7 @@ def ask(
 
 
 async def ask_async(
-    engine: AsyncGenerates,
+    engine: RLSGLangEngine,
     requests: Sequence[SampleRequest],
     *,
     tokenizer: Any,
@@ -166,33 +148,33 @@ def _in_stages(
     return_exceptions: bool,
 ) -> _Steps:
     # Most requests of a batch share one mapping, which is translated once.
-    known: dict[int, Stages] = {}
+    stages_by_id: dict[int, Stages] = {}
     for params in (request.sampling_params for request in requests):
-        if id(params) not in known:
-            known[id(params)] = without_tokenizer(
+        if id(params) not in stages_by_id:
+            stages_by_id[id(params)] = without_tokenizer(
                 params,
                 tokenizer=tokenizer,
                 eos_token_ids=capabilities.eos_token_ids,
             )
-    stages = [known[id(request.sampling_params)] for request in requests]
+    stages = [stages_by_id[id(request.sampling_params)] for request in requests]
     first = [
         # Nobody knows yet where their stop strings cut them, nor how long they are.
         replace(request, sampling_params=stage.first, on_tokens=None)
         for request, stage in zip(requests, stages, strict=True)
     ]
     outcomes = yield first, return_exceptions
-    rest = {}
+    remaining = {}
     for index, (outcome, stage) in enumerate(zip(outcomes, stages, strict=True)):
         if stage.rest is None or not isinstance(outcome, Completion):
             continue
-        whole = replace(requests[index], sampling_params=stage.rest, on_tokens=None)
-        request = resume_request(whole, outcome, capabilities)
+        remainder = replace(requests[index], sampling_params=stage.rest, on_tokens=None)
+        request = resume_request(remainder, outcome, capabilities)
         if outcome.finish_reason == "length" and request is not None:
-            rest[index] = request
-    if not rest:
+            remaining[index] = request
+    if not remaining:
         return outcomes
-    continued = yield list(rest.values()), True
-    for index, outcome in zip(rest, continued, strict=True):
+    continued = yield list(remaining.values()), True
+    for index, outcome in zip(remaining, continued, strict=True):
         begun = outcomes[index]
         assert isinstance(begun, Completion)
         if isinstance(outcome, Completion):
@@ -214,24 +196,28 @@ def without_tokenizer(
     A stop string that is one token becomes a stop token id. All stop strings must still
     be matched with :func:`cut`: other tokens can spell the same text.
     """
-    asked = dict(params)
-    if tokenizer is None or asked.get("max_new_tokens") == 0:
-        return Stages(first=asked)
-    least, stops = asked.pop("min_new_tokens", 0), asked.pop("stop", ())
+    shared = dict(params)
+    if tokenizer is None or shared.get("max_new_tokens") == 0:
+        return Stages(first=shared)
+    minimum, stops = shared.pop("min_new_tokens", 0), shared.pop("stop", ())
     # A server with a tokenizer also ends responses at the tokenizer's token.
-    ends = {*eos_token_ids, tokenizer.eos_token_id, *asked.get("stop_token_ids", ())}
+    ends = {
+        *eos_token_ids,
+        tokenizer.eos_token_id,
+        *shared.get("stop_token_ids", ()),
+    }
     ends.discard(None)
-    if asked.get("ignore_eos"):
+    if shared.get("ignore_eos"):
         # With ignore_eos, SGLang ignores stop tokens too.
-        return Stages(first=asked)
-    asked["stop_token_ids"] = sorted(ends | _single_tokens(stops, tokenizer))
-    if not least:
-        return Stages(first=asked)
-    bias = {**asked.get("logit_bias", {}), **dict.fromkeys(ends, NEVER)}
-    first = {**asked, "max_new_tokens": least, "logit_bias": bias}
-    limit = asked.get("max_new_tokens")
-    ended = limit is not None and limit <= least
-    return Stages(first=first, rest=None if ended else asked)
+        return Stages(first=shared)
+    shared["stop_token_ids"] = sorted(ends | _single_tokens(stops, tokenizer))
+    if not minimum:
+        return Stages(first=shared)
+    bias = {**shared.get("logit_bias", {}), **dict.fromkeys(ends, NEVER)}
+    first = {**shared, "max_new_tokens": minimum, "logit_bias": bias}
+    limit = shared.get("max_new_tokens")
+    is_whole = limit is not None and limit <= minimum
+    return Stages(first=first, rest=None if is_whole else shared)
 
 
 def _single_tokens(stop: str | Sequence[str], tokenizer: Any) -> set[int]:

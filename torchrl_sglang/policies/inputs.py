@@ -73,14 +73,14 @@ def read_history(
         _check_end(messages, name)
     texts = [template.render(chat) for chat in chats]
     rows: list[list[int] | None] = [None] * len(chats)
-    for index, known in enumerate(known_tokens or ()):
+    for index, tokens in enumerate(known_tokens or ()):
         chat = texts[index], chats[index]
         # Padding behind known tokens is not meant, but it can be an end.
-        rows[index] = template.go_on(*chat, known) or template.go_on(
-            *chat, strip_padding(known[::-1], padding_value)[::-1]
+        rows[index] = template.go_on(*chat, tokens) or template.go_on(
+            *chat, strip_padding(tokens[::-1], padding_value)[::-1]
         )
-    left = [text for text, row in zip(texts, rows, strict=True) if row is None]
-    fresh = iter(template.encode_all(left))
+    fresh_texts = [text for text, row in zip(texts, rows, strict=True) if row is None]
+    fresh = iter(template.encode_all(fresh_texts))
     return PromptBatch(
         token_ids=[next(fresh) if row is None else row for row in rows],
         texts=texts,
@@ -212,10 +212,10 @@ def read_tokens(
     if masks is None:
         masks = _written_masks(td, written_mask_key, rows, padding_value)
     if masks is None and attention_mask_key is not None and attention_mask_key in td:
-        given = td.get(attention_mask_key, as_list=True)
+        mask = td.get(attention_mask_key, as_list=True)
         raise ConfigurationError(
             f"The attention mask in {attention_mask_key!r} has rows of shapes "
-            f"{_shapes(given)}, and the tokens in {key!r} of {_shapes(rows)}; give a "
+            f"{_shapes(mask)}, and the tokens in {key!r} of {_shapes(rows)}; give a "
             f"mask of the tokens' shape, or none."
         )
     if masks is not None:
@@ -223,8 +223,8 @@ def read_tokens(
     else:
         ids = [strip_padding(row.tolist(), padding_value) for row in rows]
         masks = [
-            torch.arange(len(row)) >= len(row) - len(kept)
-            for row, kept in zip(rows, ids, strict=True)
+            torch.arange(len(row)) >= len(row) - len(tokens)
+            for row, tokens in zip(rows, ids, strict=True)
             if keep_layout
         ]
     return PromptBatch(token_ids=ids, masks=masks if keep_layout else None)

@@ -143,7 +143,8 @@ _FILL = {"masks": False, "log_probs": LOG_PROB.padding, "generation_info": -1}
 """Container -> padding value; tokens are padded with the padding token."""
 
 _FILL_OF_FIELD = {
-    each.name: each.padding for each in (WEIGHT_VERSION, TOP_TOKENS, TOP_LOG_PROBS)
+    layout.name: layout.padding
+    for layout in (WEIGHT_VERSION, TOP_TOKENS, TOP_LOG_PROBS)
 }
 """Field -> padding value, where it differs from its container's."""
 
@@ -180,24 +181,24 @@ def check_target(
     paths = [(key,) if isinstance(key, str) else key for key in keys]
     above = {path[:end] for path in paths for end in range(len(path))}
     for path in sorted(above, key=len):
-        found = target.get(path, None) if path else target
-        what = "The TensorDict to write to" + (f" at {path}" if path else "")
-        if found is None:
+        entry = target.get(path, None) if path else target
+        place = "The TensorDict to write to" + (f" at {path}" if path else "")
+        if entry is None:
             continue
-        if not is_tensor_collection(found):
+        if not is_tensor_collection(entry):
             raise ConfigurationError(
                 f"The results are written below {path}, and the TensorDict to write to "
-                f"has a {type(found).__name__} there; write under other keys."
+                f"has a {type(entry).__name__} there; write under other keys."
             )
-        if found.is_locked:
+        if entry.is_locked:
             raise ConfigurationError(
-                f"{what} is locked; unlock it with unlock_(), or have a new one made "
+                f"{place} is locked; unlock it with unlock_(), or have a new one made "
                 f"with inplace=False."
             )
-        batch = tuple(found.batch_size)
+        batch = tuple(entry.batch_size)
         if batch != tuple(shape)[: len(batch)]:
             raise ConfigurationError(
-                f"{what} has the batch size {batch}, and the results have "
+                f"{place} has the batch size {batch}, and the results have "
                 f"{tuple(shape)}; give one of this size, or none."
             )
 
@@ -217,12 +218,12 @@ def _generated(
     prompt: Sequence[int], completion: Completion, log_probs: bool
 ) -> Sample:
     length, total = len(prompt), len(prompt) + len(completion.token_ids)
-    before, tokens = _row(prompt, np.int64), _row(completion.token_ids, np.int64)
+    prompt_row, tokens = _row(prompt, np.int64), _row(completion.token_ids, np.int64)
     sample: Sample = {
         "tokens": {
-            "prompt": before,
+            "prompt": prompt_row,
             "response": tokens,
-            "full": torch.cat([before, tokens]),
+            "full": torch.cat([prompt_row, tokens]),
         },
         "masks": {
             "all_attention_mask": torch.ones(total, dtype=torch.bool),
@@ -231,15 +232,15 @@ def _generated(
     }
     if log_probs:
         response = _tensor(values_of(completion, LOG_PROB))
-        known = completion.prompt_log_probs
+        prompt_log_probs = completion.prompt_log_probs
         # NaN means not computed; 0.0 would mean certain.
-        before = (
+        prompt_row = (
             torch.full((length,), math.nan)
-            if known is None
-            else _row(known, np.float32)
+            if prompt_log_probs is None
+            else _row(prompt_log_probs, np.float32)
         )
-        rows = {"response": response, "full": torch.cat([before, response])}
-        if known is not None:
+        rows = {"response": response, "full": torch.cat([prompt_row, response])}
+        if prompt_log_probs is not None:
             rows["full"][0] = 0.0
             rows["prompt"] = rows["full"][:length].clone()
         sample["log_probs"] = rows
@@ -260,10 +261,10 @@ def add_columns(
         length = len(prompts.token_ids[index // repeats])
         for layout in layouts:
             response = values_of(completion, layout)
-            before = completion.prompt_columns.get(layout.name)
-            if before is None:
-                before = unknown_values(layout, length)
-            full = concatenate([before, response])
+            prompt_values = completion.prompt_columns.get(layout.name)
+            if prompt_values is None:
+                prompt_values = unknown_values(layout, length)
+            full = concatenate([prompt_values, response])
             sample[layout.name] = column_rows(response, full)
 
 
@@ -341,9 +342,9 @@ def add_info(
             "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
         }
         if completion.top_token_ids is not None:
-            for each in (TOP_TOKENS, TOP_LOG_PROBS):
-                layout = replace(each, shape=(top_logprobs,))
-                rows[each.name] = _tensor(values_of(completion, layout))
+            for top_layout in (TOP_TOKENS, TOP_LOG_PROBS):
+                layout = replace(top_layout, shape=(top_logprobs,))
+                rows[top_layout.name] = _tensor(values_of(completion, layout))
         sample["generation_info"] = rows
 
 
@@ -363,15 +364,15 @@ def read_texts(
     exact = responses = decode(tokenizer, rows)
     if skip_special_tokens:
         responses = decode(tokenizer, rows, skip_special_tokens=True)
-    last = [
+    last_tokens = [
         row[-1] if drops else None for row, drops in zip(rows, drops_last, strict=True)
     ]
-    ends = sorted({token for token in last if token is not None})
+    ends = sorted({token for token in last_tokens if token is not None})
     texts = decode(tokenizer, [[end] for end in ends]) if ends else []
     text_of: dict[int | None, str] = {None: "", **dict(zip(ends, texts, strict=True))}
     return [
         (response, text.removesuffix(text_of[end]))
-        for response, text, end in zip(responses, exact, last, strict=True)
+        for response, text, end in zip(responses, exact, last_tokens, strict=True)
     ]
 
 
@@ -407,11 +408,11 @@ def to_message(
     fields: Mapping[str, Any], device: torch.device | None = None
 ) -> TensorDict:
     """Returns one message of a conversation."""
-    known = {"is_complete": True, **fields}
+    message_fields = {"is_complete": True, **fields}
     return unchecked(
         {
             name: non_tensor(value, device)
-            for name, value in known.items()
+            for name, value in message_fields.items()
             if value is not None
         },
         device,
@@ -552,11 +553,11 @@ def pad_samples(
             elif name in lists:
                 starts = [0] * len(rows)
             placed = list(zip(samples, rows, starts, strict=True))
-            left = max(starts)
-            width = left + max(len(row) - start for _, row, start in placed)
+            shift = max(starts)
+            width = shift + max(len(row) - start for _, row, start in placed)
             for sample, row, start in placed:
                 padded = row.new_full((width, *row.shape[1:]), value)
-                padded[left - start : left - start + len(row)] = row
+                padded[shift - start : shift - start + len(row)] = row
                 sample[name][field] = padded
 
 

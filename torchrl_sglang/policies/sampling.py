@@ -81,8 +81,8 @@ class SamplingParams:
         """Parameters for the engine without the effect of ``do_sample=False``."""
         if self.replaced is None:
             return self.engine
-        others = {k: v for k, v in self.engine.items() if k != "temperature"}
-        return {**others, **self.replaced}
+        params = {k: v for k, v in self.engine.items() if k != "temperature"}
+        return {**params, **self.replaced}
 
     def for_sample(self, index: int) -> Mapping[str, Any]:
         """Returns the engine's parameters of one sample; each gets a different seed."""
@@ -144,14 +144,14 @@ def _json_schema(value: Any) -> str:
 
 def _alternatives(choices: Any) -> str:
     """Returns the regular expression that matches exactly these texts."""
-    given = isinstance(choices, Iterable) and not isinstance(choices, (str, bytes))
-    texts = list(choices) if given else []
-    if not texts or not all(isinstance(each, (str, int, float)) for each in texts):
+    is_list = isinstance(choices, Iterable) and not isinstance(choices, (str, bytes))
+    texts = list(choices) if is_list else []
+    if not texts or not all(isinstance(text, (str, int, float)) for text in texts):
         raise ConfigurationError(
             f"A choice must be a list of texts with at least one in it, such as "
             f"['yes', 'no'], got {choices!r}."
         )
-    return "(" + "|".join(re.escape(str(each)) for each in texts) + ")"
+    return "(" + "|".join(re.escape(str(text)) for text in texts) + ")"
 
 
 _CONVERTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -199,7 +199,7 @@ def translate(
     standard = to_python(dict(standard))
     do_sample = standard.get("do_sample")
     engine = dict(base.sampling if do_sample is True else base.engine)
-    given: dict[str, str] = {}
+    argument_of: dict[str, str] = {}
     for name, value in _unfold(standard).items():
         if name in _UNSUPPORTED:
             accepted, reason = _UNSUPPORTED[name]
@@ -218,13 +218,13 @@ def translate(
             )
         if value is None and name != "max_new_tokens":
             continue
-        if target in given:
+        if target in argument_of:
             raise ConfigurationError(
-                f"{given[target]!r} and {name!r} both set {target!r}; give one."
+                f"{argument_of[target]!r} and {name!r} both set {target!r}; give one."
             )
-        given[target] = name
+        argument_of[target] = name
         engine[target] = convert(value) if convert is not None else value
-    replaced = None if "temperature" in given else base.replaced
+    replaced = None if "temperature" in argument_of else base.replaced
     replaced = _choose_sampling(engine, replaced, do_sample)
     if engine.get("max_new_tokens") == 0:
         raise ConfigurationError(
@@ -238,7 +238,7 @@ def translate(
 def _choose_sampling(
     engine: dict[str, Any], replaced: Mapping[str, Any] | None, do_sample: bool | None
 ) -> Mapping[str, Any] | None:
-    """Sets the temperature of ``do_sample``; returns what it has replaced.
+    """Sets the temperature of ``do_sample``; returns the replaced parameters.
 
     Refuses a temperature with which ``do_sample=True`` would draw nothing.
     """
@@ -247,8 +247,8 @@ def _choose_sampling(
         return replaced
     if not do_sample:
         engine["temperature"] = 0.0
-        own = {} if temperature is None else {"temperature": temperature}
-        return own if replaced is None else replaced
+        old_temperature = {} if temperature is None else {"temperature": temperature}
+        return old_temperature if replaced is None else replaced
     if isinstance(temperature, (int, float)) and temperature < GREEDY_TEMPERATURE:
         raise ConfigurationError(
             f"do_sample=True and temperature={temperature!r}, which draws nothing, are "
@@ -258,7 +258,7 @@ def _choose_sampling(
 
 
 def _hint(name: str) -> str:
-    """Returns the end of a message about an unknown name: what was probably meant."""
+    """Returns the end of a message about an unknown name: the nearest valid one."""
     if name in _NUMBER_OF_SAMPLES:
         return (
             " The samples of each prompt are SGLangWrapper(num_samples=...), or "

@@ -328,7 +328,7 @@ class SGLangWrapper(LLMWrapperBase):
             ("history", self.history_key, self.return_history),
             ("generation_info", self.generation_info_key, self.generate and info),
         )
-        keys = {name: key for name, key, wanted in written if wanted}
+        keys = {name: key for name, key, is_written in written if is_written}
         return keys | {column.name: column.name for column in self.token_columns}
 
     @property
@@ -535,8 +535,8 @@ class SGLangWrapper(LLMWrapperBase):
                 generate=self.generate,
             )
         if self.input_mode == "text":
-            own = ("padding", "padding_side", "return_tensors")
-            kwargs = {k: v for k, v in self.tokenizer_kwargs.items() if k not in own}
+            names = ("padding", "padding_side", "return_tensors")
+            kwargs = {k: v for k, v in self.tokenizer_kwargs.items() if k not in names}
             return read_text(
                 td, self.input_key, tokenizer=self.tokenizer, tokenizer_kwargs=kwargs
             )
@@ -615,14 +615,14 @@ class SGLangWrapper(LLMWrapperBase):
             prompts, completions, log_probs=self.return_log_probs
         )
         ends = self.end_tokens(params)
-        ended = [ends.have_ended(each.token_ids) for each in completions]
+        ends_turn = [ends.have_ended(done.token_ids) for done in completions]
         if "generation_info" in self.key_by_container(params):
-            outputs.add_info(samples, completions, ended, params.top_logprobs)
+            outputs.add_info(samples, completions, ends_turn, params.top_logprobs)
         outputs.add_columns(samples, prompts, completions, self.token_layouts)
         if self.return_text:
             texts = outputs.read_texts(
                 completions,
-                [ends.drop_last(each.token_ids) for each in completions],
+                [ends.drop_last(completion.token_ids) for completion in completions],
                 tokenizer=self.tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
             )

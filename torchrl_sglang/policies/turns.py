@@ -102,14 +102,14 @@ class TurnCodec:
     ) -> EncodedPrompt | None:
         """Returns a prompt that goes on from a response, if the template allows it."""
         count = prompt.num_messages
-        before, replies, after = (
+        earlier, replies, later = (
             messages[:count],
             messages[count : count + 1],
             messages[count + 1 :],
         )
         # A function may have edited it, or given it further fields.
-        said = [(each.get("role"), each.get("content")) for each in replies]
-        if said != [("assistant", response.message)]:
+        texts = [(reply.get("role"), reply.get("content")) for reply in replies]
+        if texts != [("assistant", response.message)]:
             return None
         template, done = self._policy.template, response.completion
         reply = rendered.ChatResponse(
@@ -117,12 +117,12 @@ class TurnCodec:
             text=response.message,
             end=template.decode(done.token_ids[-1:]) if response.ended else None,
         )
-        behind = template.extend(prompt.text, before, reply, after, self._setting)
-        if behind is None:
+        extension = template.extend(prompt.text, earlier, reply, later, self._setting)
+        if extension is None:
             return None
         return EncodedPrompt(
-            text=behind.rendered,
-            token_ids=[*prompt.token_ids, *done.token_ids, *behind.token_ids],
+            text=extension.rendered,
+            token_ids=[*prompt.token_ids, *done.token_ids, *extension.token_ids],
             num_messages=len(messages),
         )
 
@@ -216,8 +216,8 @@ class TurnCodec:
             prompts, completions, log_probs=policy.return_log_probs
         )
         if "generation_info" in self._keys:
-            ended = [response.ended for _, response, _ in turns]
-            outputs.add_info(samples, completions, ended, self._params.top_logprobs)
+            ends_turn = [response.ended for _, response, _ in turns]
+            outputs.add_info(samples, completions, ends_turn, self._params.top_logprobs)
         outputs.add_columns(samples, prompts, completions, policy.token_layouts)
         texts = [(response.text, response.message) for _, response, _ in turns]
         outputs.add_text(samples, prompts, texts)

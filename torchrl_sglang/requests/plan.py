@@ -80,20 +80,20 @@ class RequestPlan:
     @property
     def limit(self) -> int:
         """Most tokens of a response that context and scoring leave room for."""
-        most = self.capabilities.max_context
+        length = self.capabilities.max_context
         if self.scores:
             # Prompt and response are sent as a prompt afterwards.
-            most = min(most, self.capabilities.max_prompt)
-        return most - len(self.request.input_ids)
+            length = min(length, self.capabilities.max_prompt)
+        return length - len(self.request.input_ids)
 
     @property
     def shortage(self) -> str | None:
         """Warning that the context is too short for ``max_new_tokens``, if it is."""
-        wanted = self.request.sampling_params.get("max_new_tokens")
-        if wanted is None or wanted <= self.limit:
+        number = self.request.sampling_params.get("max_new_tokens")
+        if number is None or number <= self.limit:
             return None
         return (
-            f"max_new_tokens={wanted} does not fit behind a prompt of "
+            f"max_new_tokens={number} does not fit behind a prompt of "
             f"{len(self.request.input_ids)} tokens into the context of "
             f"{self.capabilities.max_context} tokens: the response has {self.limit} at "
             f"most, and ends there with finish_reason 'length'."
@@ -114,11 +114,11 @@ class RequestPlan:
             return _with_room(replace(self, scores=not ignores_temperature))
         if ignores_temperature is False:
             return replace(self, scores=False)
-        mode, most = self.request.logprobs_mode, None
+        mode, bound = self.request.logprobs_mode, None
         if mode == "behaviour":
-            most = self.capabilities.args.sampling_mask_max_tokens
-        remedy = "" if most is None else f", or sample with a top_k of 1 to {most}"
-        why = (
+            bound = self.capabilities.args.sampling_mask_max_tokens
+        remedy = "" if bound is None else f", or sample with a top_k of 1 to {bound}"
+        reason = (
             "depends on how the servers were started, and they differ, or one of "
             "them did not tell; try again, or use logprobs_mode='model'."
             if ignores_temperature is None
@@ -129,7 +129,7 @@ class RequestPlan:
         )
         temperature = self.request.sampling_params.get("temperature")
         raise UnsupportedByServerError(
-            f"logprobs_mode={mode!r} with temperature={temperature!r} {why}"
+            f"logprobs_mode={mode!r} with temperature={temperature!r} {reason}"
         )
 
     def payload(
@@ -181,7 +181,7 @@ class RequestPlan:
         return payload if adapter is None else {**payload, "lora_path": adapter}
 
     def _column_fields(self, payload: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the columns, beside those of ``payload``."""
+        """Returns the fields that request the columns, beside ``payload``'s own."""
         sources: dict[str, tuple[str, Any]] = {}
         for column, _ in self.columns:
             for name, value in column.request(self.request.columns_from).items():
@@ -259,6 +259,15 @@ def plan_request(
     if key not in shared:
         shared[key] = check_sampling_params(request.sampling_params, capabilities)
     params = shared[key]
+    if capabilities.uses_seeds and "sampling_seed" not in params:
+        # The server would give all requests the same one.
+        params = {**params, "sampling_seed": secrets.randbits(63)}
+    return _with_room(_plan(replace(request, sampling_params=params), capabilities))
+
+
+def _plan(request: GenerateRequest, capabilities: ServerCapabilities) -> RequestPlan:
+    """Returns the plan of a request whose values are checked."""
+    params = request.sampling_params
     temperature = temperature_of(params, capabilities)
     filters = filters_of(params, capabilities)
     if temperature is not None and temperature < GREEDY_TEMPERATURE:
@@ -266,13 +275,9 @@ def plan_request(
     rows = effective_rows(params, capabilities)
     changing = {name: row for name, row in rows.items() if row.neutral}
     counting = {name for name, row in rows.items() if row.counts_tokens}
-    if capabilities.uses_seeds and "sampling_seed" not in params:
-        # The server would give all requests the same one.
-        params = {**params, "sampling_seed": secrets.randbits(63)}
-    request = replace(request, sampling_params=params)
     scores = _needs_scores(request, temperature, bool(changing))
     columns = _plan_columns(request, filters, capabilities)
-    plan = RequestPlan(
+    return RequestPlan(
         request=request,
         columns=tuple((column, column.layout(capabilities)) for column in columns),
         capabilities=capabilities,
@@ -293,7 +298,6 @@ def plan_request(
         or any(column.dropped_by_router for column in columns)
         or request.on_tokens is not None,
     )
-    return _with_room(plan)
 
 
 def _changes_kept_tokens(name: str, row: SamplingParameter) -> bool:

@@ -122,7 +122,7 @@ class Batch:
         return GENERATE_TIMEOUT_SECONDS if self.timeout is None else self.timeout
 
 
-_CALL_OPTIONS = {each.name for each in fields(Batch)} - {"requests"}
+_CALL_OPTIONS = {option.name for option in fields(Batch)} - {"requests"}
 VLLM_ARGUMENTS = {
     "prompt_token_ids": "give input_ids.",
     "lora_request": "give adapter='NAME', the name of engine.load_adapter().",
@@ -160,14 +160,14 @@ def to_batch(
 ) -> Batch:
     """Returns the requests of one call of :meth:`.AsyncSGLang.generate`."""
     # TorchRL's own engine takes return_text and ignores it.
-    known = {
+    arguments = {
         "input_ids",
         "logprobs_mode",
         "token_columns",
         *_PER_PROMPT,
         *_CALL_OPTIONS,
     }
-    sampling = {name: options[name] for name in options.keys() - known}
+    sampling = {name: options[name] for name in options.keys() - arguments}
     for name in sampling.keys() - {"n", *SAMPLING_PARAMETERS, *SAMPLING_ALIASES}:
         if name in VLLM_ARGUMENTS:
             raise ConfigurationError(
@@ -175,7 +175,7 @@ def to_batch(
             )
         raise ConfigurationError(
             f"{name!r} is neither an argument of generate() nor a sampling "
-            f"parameter.{hint(name, sorted(known))}"
+            f"parameter.{hint(name, sorted(arguments))}"
         )
     params = _merge(sampling_params, sampling)
     check_logprobs_mode(logprobs_mode)
@@ -231,11 +231,11 @@ def _read_prompts(
     """Returns the token ids of texts, and of vLLM's mappings with one or with ids."""
     read = [_read_prompt(index, prompt) for index, prompt in enumerate(prompts)]
     # check_prompt() refuses a text with half of a character: it costs its item only.
-    good = [isinstance(each, str) and not half_character(each) for each in read]
-    texts = [each for each, is_good in zip(read, good, strict=True) if is_good]
+    good = [isinstance(prompt, str) and not half_character(prompt) for prompt in read]
+    texts = [prompt for prompt, is_good in zip(read, good, strict=True) if is_good]
     encoded = iter(get_tokenizer()(texts)["input_ids"] if texts else ())
     pairs = zip(read, good, strict=True)
-    return [next(encoded) if is_good else each for each, is_good in pairs]
+    return [next(encoded) if is_good else prompt for prompt, is_good in pairs]
 
 
 def _read_prompt(index: int, prompt: Any) -> str | Sequence[int]:
@@ -247,13 +247,13 @@ def _read_prompt(index: int, prompt: Any) -> str | Sequence[int]:
             f"Prompt {index} of the batch is a {type(prompt).__name__}; prompts are "
             f"strings, and token ids go to input_ids."
         )
-    known = ("prompt", "prompt_token_ids")
-    others = {name for name, value in prompt.items() if value is not None} - {*known}
-    text, ids = (prompt.get(name) for name in known)
-    if not others and ids is not None:
+    keys = ("prompt", "prompt_token_ids")
+    extras = {name for name, value in prompt.items() if value is not None} - {*keys}
+    text, ids = (prompt.get(name) for name in keys)
+    if not extras and ids is not None:
         read: Sequence[int] = to_python(_to_list(ids))
         return read
-    if not others and isinstance(text, str):
+    if not extras and isinstance(text, str):
         return text
     raise ConfigurationError(
         f"Prompt {index} of the batch is a mapping with {sorted(map(str, prompt))}; of "
@@ -277,7 +277,7 @@ def _for_each(value: Any, size: int, name: str) -> list[Any]:
             f"{len(value)} {name} values were given for {size} prompts; give one for "
             f"all, or one for each prompt."
         )
-    return [to_python(each) for each in value]
+    return [to_python(item) for item in value]
 
 
 def _merge(sampling_params: Any, keywords: Mapping[str, Any]) -> Any:
@@ -286,16 +286,16 @@ def _merge(sampling_params: Any, keywords: Mapping[str, Any]) -> Any:
         return {} if sampling_params is None else sampling_params
     if isinstance(sampling_params, (list, tuple)):
         return [
-            _merge(check_mapping("sampling_params", own), keywords)
-            for own in sampling_params
+            _merge(check_mapping("sampling_params", params), keywords)
+            for params in sampling_params
         ]
-    own = check_mapping("sampling_params", sampling_params or {})
-    for name in own:
+    shared = check_mapping("sampling_params", sampling_params or {})
+    for name in shared:
         if name in keywords:
             raise ConfigurationError(
                 f"{name!r} is given in sampling_params and as a keyword; give one."
             )
-    return {**own, **keywords}
+    return {**shared, **keywords}
 
 
 def check_logprobs_mode(mode: Any) -> LogProbsMode:

@@ -28,11 +28,11 @@ def ended(
     # In the step of an abort, a server does not look for another end.
     if whole.finish_reason != "abort":
         return whole
-    last, most = whole.token_ids[-1], params.get("max_new_tokens")
-    stops = last in end_tokens or last in params.get("stop_token_ids", ())
+    last_token, limit = whole.token_ids[-1], params.get("max_new_tokens")
+    stops = last_token in end_tokens or last_token in params.get("stop_token_ids", ())
     if stops and not params.get("ignore_eos"):
-        return replace(whole, finish_reason="stop", matched_stop=last)
-    if most is not None and len(whole.token_ids) >= most:
+        return replace(whole, finish_reason="stop", matched_stop=last_token)
+    if limit is not None and len(whole.token_ids) >= limit:
         return replace(whole, finish_reason="length")
     return whole
 
@@ -58,16 +58,16 @@ def resume_request(
     ``None`` if the response has reached ``max_new_tokens`` or the context length.
     """
     done, params = len(whole.token_ids), dict(request.sampling_params)
-    most = params.get("max_new_tokens")
+    limit = params.get("max_new_tokens")
     input_ids = [*request.input_ids, *whole.token_ids]
     # A server that was lost has not reported those that come last.
     lost = {column.name for column in request.token_columns} - whole.columns.keys()
     if len(input_ids) > capabilities.longest_prompt:
         return None
-    if most is not None:
-        if done >= most:
+    if limit is not None:
+        if done >= limit:
             return None
-        params["max_new_tokens"] = most - done
+        params["max_new_tokens"] = limit - done
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = max(params["min_new_tokens"] - done, 0)
     return replace(
@@ -82,7 +82,7 @@ def resume_request(
 def join_completions(first: Completion, second: Completion) -> Completion:
     """Returns the completion that a response and its continuation make up."""
     length = len(first.token_ids)
-    known = all(part.versions or not part.token_ids for part in (first, second))
+    has_versions = all(part.versions or not part.token_ids for part in (first, second))
     spans = list(first.versions)
     for span in second.versions:
         start, end = span.start + length, span.end + length
@@ -94,7 +94,7 @@ def join_completions(first: Completion, second: Completion) -> Completion:
         **join_values(first, second),
         prompt_log_probs=first.prompt_log_probs,
         cached_tokens=first.cached_tokens,
-        versions=tuple(spans) if known else (),
+        versions=tuple(spans) if has_versions else (),
         mixed_state=first.mixed_state or second.mixed_state,
         text=_join_texts(first.text, second.text),
     )
@@ -111,8 +111,8 @@ def stops_of(params: Mapping[str, Any]) -> Stops:
     """Returns the stop strings and regular expressions of sampling parameters."""
 
     def texts(name: str) -> Sequence[str]:
-        given = params.get(name) or ()
-        return [given] if isinstance(given, str) else given
+        stops = params.get(name) or ()
+        return [stops] if isinstance(stops, str) else stops
 
     patterns = {text: re.compile(re.escape(text)) for text in texts("stop")}
     return patterns | {text: re.compile(text) for text in texts("stop_regex")}

@@ -243,7 +243,9 @@ SAMPLING_ALIASES = {
 """TorchRL's or vLLM's name -> SGLang's name."""
 
 _FOREIGN = {
-    name: known for known, row in SAMPLING_PARAMETERS.items() for name in row.foreign
+    name: parameter
+    for parameter, row in SAMPLING_PARAMETERS.items()
+    for name in row.foreign
 }
 """Another library's name -> SGLang's name."""
 
@@ -297,8 +299,8 @@ def check_sampling_params(
 
 def check_values(params: Mapping[str, Any]) -> None:
     """Checks names and values of parameters, as far as no server is needed for it."""
-    for name, given in params.items():
-        value = to_python(given)
+    for name, raw in params.items():
+        value = to_python(raw)
         row = SAMPLING_PARAMETERS[_resolve(name, value)]
         if value is not None:
             _check_value(name, value, row)
@@ -310,8 +312,8 @@ def check_each(
 ) -> dict[str, Any]:
     """The same as :func:`check_sampling_params`, whatever the others' values are."""
     checked: dict[str, Any] = {}
-    for given_name, given in params.items():
-        value = to_python(given)
+    for given_name, raw in params.items():
+        value = to_python(raw)
         name = _resolve(given_name, value)
         if value is None:
             continue
@@ -356,10 +358,10 @@ def _resolve(name: Any, value: Any) -> str:
 def _check_value(name: str, value: Any, row: SamplingParameter) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, row.types) or (is_bool and bool not in row.types):
-        wanted = " or ".join(kind.__name__ for kind in row.types)
+        types = " or ".join(kind.__name__ for kind in row.types)
         raise ConfigurationError(
             f"The sampling parameter {name}={value!r} is a {type(value).__name__}; it "
-            f"must be {wanted}."
+            f"must be {types}."
         )
     if is_bool or not isinstance(value, _NUMBER):
         return
@@ -376,8 +378,8 @@ def _check_value(name: str, value: Any, row: SamplingParameter) -> None:
 def _check_together(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> None:
-    """Refuses values that are wrong together, or with what the servers were given."""
-    least, most = params.get("min_new_tokens", 0), params.get("max_new_tokens")
+    """Refuses values that contradict each other, or the servers' arguments."""
+    minimum, maximum = params.get("min_new_tokens", 0), params.get("max_new_tokens")
     temperature = temperature_of(params, capabilities)
     # Greedy sampling draws nothing.
     honoured = capabilities.uses_seeds or temperature == 0
@@ -389,12 +391,12 @@ def _check_together(
             f"seed out, or sample with temperature=0."
         )
     # Greedy sampling draws nothing, and the first token follows no draft.
-    if capabilities.speculates and temperature != 0 and most not in (0, 1):
+    if capabilities.speculates and temperature != 0 and maximum not in (0, 1):
         _check_speculation(params, temperature, capabilities)
     _check_top_k(params)
-    if most is not None and least > most:
+    if maximum is not None and minimum > maximum:
         raise ConfigurationError(
-            f"min_new_tokens={least} is more than max_new_tokens={most}."
+            f"min_new_tokens={minimum} is more than max_new_tokens={maximum}."
         )
     if params.get("ignore_eos") and params.get("stop_token_ids"):
         raise ConfigurationError(
@@ -447,7 +449,7 @@ def _check_top_k(params: Mapping[str, Any]) -> None:
 def hint(name: str, others: Sequence[str] = ()) -> str:
     """Returns the end of a message about an unknown name: the nearest valid one."""
     valid = sorted({*SAMPLING_PARAMETERS, *others})
-    near = _FOREIGN.get(name) or nearest(name, valid)
-    if near is not None:
-        return f" Did you mean {near!r}?"
+    suggestion = _FOREIGN.get(name) or nearest(name, valid)
+    if suggestion is not None:
+        return f" Did you mean {suggestion!r}?"
     return f" The valid ones are {', '.join(valid)}."

@@ -1,4 +1,4 @@
-"""A seed of its own for every sample, from what the sample is and not from when. Pure.
+"""A seed for every sample, from its place in the run and not from its time. Pure.
 
 Python's ``hash`` differs between processes, and a generator's next number depends on
 who asked first. A hash of the sample's place in the run depends on neither.
@@ -52,7 +52,7 @@ class SampleSeeds:
 
 
 def seeds_at(seeds: SampleSeeds | None, position: int, sample: int) -> SeedOf | None:
-    """Returns the seeds of one conversation; ``None``: it has those of its policy."""
+    """Returns the seeds of one conversation; ``None``: its policy has them."""
     if seeds is None:
         return None
     return partial(sample_seed, seeds.run, position, sample)

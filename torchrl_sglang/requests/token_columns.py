@@ -52,7 +52,7 @@ _DTYPES = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 
 def _is_shape(given: Any) -> bool:
     return isinstance(given, tuple) and all(
-        isinstance(each, int) and each >= 0 for each in given
+        isinstance(size, int) and size >= 0 for size in given
     )
 
 
@@ -194,8 +194,8 @@ def _no_sampling_support(
     params: Mapping[str, Any], capabilities: ServerCapabilities
 ) -> str | None:
     """Source: ``return_sampling_mask`` in ``sglang/srt/managers/scheduler.py``."""
-    most = capabilities.args.sampling_mask_max_tokens
-    if most is None:
+    max_tokens = capabilities.args.sampling_mask_max_tokens
+    if max_tokens is None:
         return (
             f"SGLang {capabilities.version} does not report it; it needs 0.5.20 or "
             f"later."
@@ -203,11 +203,11 @@ def _no_sampling_support(
     top_k = params.get("top_k", capabilities.default_sampling_params.get("top_k", -1))
     temperature = temperature_of(params, capabilities)
     greedy = temperature is not None and temperature < GREEDY_TEMPERATURE
-    if greedy or 1 <= top_k <= most:
+    if greedy or 1 <= top_k <= max_tokens:
         return None
     return (
         f"top_k={top_k} leaves more tokens than a server reports; give a top_k of 1 to "
-        f"{most}, or start the servers with a greater sampling_mask_max_tokens."
+        f"{max_tokens}, or start the servers with a greater sampling_mask_max_tokens."
     )
 
 
@@ -336,22 +336,22 @@ def find_columns(given: Any) -> tuple[TokenColumn, ...]:
         raise ConfigurationError(
             f"token_columns must be a list of names or TokenColumns, got {given!r}."
         )
-    found: dict[str, TokenColumn] = {}
-    for each in given:
-        column = TOKEN_COLUMNS.get(each) if isinstance(each, str) else each
+    columns: dict[str, TokenColumn] = {}
+    for item in given:
+        column = TOKEN_COLUMNS.get(item) if isinstance(item, str) else item
         if not isinstance(column, TokenColumn):
-            known = ", ".join(map(repr, sorted(TOKEN_COLUMNS))) or "none"
-            advice = hint(each, sorted(TOKEN_COLUMNS)) if isinstance(each, str) else ""
+            names = ", ".join(map(repr, sorted(TOKEN_COLUMNS))) or "none"
+            advice = hint(item, sorted(TOKEN_COLUMNS)) if isinstance(item, str) else ""
             raise ConfigurationError(
-                f"token_columns holds {each!r}, which is neither a TokenColumn nor the "
-                f"name of one; there are: {known}.{advice}"
+                f"token_columns holds {item!r}, which is neither a TokenColumn nor the "
+                f"name of one; there are: {names}.{advice}"
             )
-        if column.name in found:
+        if column.name in columns:
             raise ConfigurationError(
                 f"token_columns holds {column.name!r} twice; leave one out."
             )
-        found[column.name] = column
-    return tuple(found.values())
+        columns[column.name] = column
+    return tuple(columns.values())
 
 
 def columns_of_mode(
@@ -365,8 +365,8 @@ def columns_of_mode(
     if mode != "behaviour":
         return columns
     names = {column.name for column in columns}
-    own = (TOKEN_COLUMNS[SAMPLING_SUPPORT], TEMPERATURE)
-    return (*columns, *(column for column in own if column.name not in names))
+    mode_columns = (TOKEN_COLUMNS[SAMPLING_SUPPORT], TEMPERATURE)
+    return (*columns, *(column for column in mode_columns if column.name not in names))
 
 
 def check_columns(
@@ -380,8 +380,8 @@ def check_columns(
         UnsupportedByServerError: if they cannot.
     """
     for column in columns:
-        why = column.problem and column.problem(params, capabilities)
-        if why:
+        problem = column.problem and column.problem(params, capabilities)
+        if problem:
             raise UnsupportedByServerError(
-                f"token_columns holds {column.name!r}, and {why}"
+                f"token_columns holds {column.name!r}, and {problem}"
             )

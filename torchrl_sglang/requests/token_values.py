@@ -24,7 +24,7 @@ TOP_LOG_PROBS = TokenLayout(
 )
 """Log-probabilities of the top-k tokens."""
 
-_LISTS = tuple(each.name for each in (LOG_PROB, TOP_TOKENS, TOP_LOG_PROBS))
+_LISTS = tuple(layout.name for layout in (LOG_PROB, TOP_TOKENS, TOP_LOG_PROBS))
 """Fields of a completion with an entry for each response token, beside its tokens."""
 
 
@@ -32,17 +32,17 @@ def values_of(completion: Completion, layout: TokenLayout) -> TokenValues:
     """Returns a quantity of each token of a response; unknown where it has none."""
     length = len(completion.token_ids)
     if layout.name == WEIGHT_VERSION.name:
-        found = unknown_values(layout, length)
+        versions = unknown_values(layout, length)
         for span in completion.versions:
             if span.version.isdigit():
-                found.values[span.start : span.end] = int(span.version)
-        return found
+                versions.values[span.start : span.end] = int(span.version)
+        return versions
     if layout.name in _LISTS:
         rows = getattr(completion, layout.name)
-        known = None if rows is None else to_token_values(rows, layout)
+        values = None if rows is None else to_token_values(rows, layout)
     else:
-        known = completion.columns.get(layout.name)
-    return unknown_values(layout, length) if known is None else known
+        values = completion.columns.get(layout.name)
+    return unknown_values(layout, length) if values is None else values
 
 
 def to_token_values(
@@ -77,10 +77,10 @@ def _to_array(
     kind = np.dtype(layout.dtype)
     if kind.kind not in "biu":
         return np.array(rows, dtype=kind)
-    given = np.array(rows)
-    values = given.astype(kind)
+    array = np.array(rows)
+    values = array.astype(kind)
     # NumPy cuts fractions off, and bits.
-    if given.size and given.dtype != kind and not np.array_equal(given, values):
+    if array.size and array.dtype != kind and not np.array_equal(array, values):
         raise ValueError(f"it has values that no {layout.dtype} is equal to")
     return values
 
@@ -122,8 +122,8 @@ def truncate_values(completion: Completion, size: int) -> dict[str, Any]:
     lists = {name: getattr(completion, name) for name in _LISTS}
     return {
         "token_ids": completion.token_ids[:size],
-        "columns": {name: each[:size] for name, each in completion.columns.items()},
-        **{name: each and each[:size] for name, each in lists.items()},
+        "columns": {name: values[:size] for name, values in completion.columns.items()},
+        **{name: values and values[:size] for name, values in lists.items()},
     }
 
 
@@ -137,39 +137,39 @@ def join_values(first: Completion, second: Completion) -> dict[str, Any]:
     """
     joined: dict[str, Any] = {"token_ids": [*first.token_ids, *second.token_ids]}
     for name in _LISTS:
-        before, behind = getattr(first, name), getattr(second, name)
-        unknown = before is None or behind is None
-        joined[name] = None if unknown else [*before, *behind]
+        head, tail = getattr(first, name), getattr(second, name)
+        unknown = head is None or tail is None
+        joined[name] = None if unknown else [*head, *tail]
     joined["columns"] = {
         name: _join_column(name, first, second)
         for name in {**first.columns, **second.columns}
     }
     length = len(first.token_ids)
-    found = {
+    prompt_columns = {
         name: values[: len(values) - length]
         for name, values in second.prompt_columns.items()
         if len(values) > length
     }
-    return {**joined, "prompt_columns": {**found, **first.prompt_columns}}
+    return {**joined, "prompt_columns": {**prompt_columns, **first.prompt_columns}}
 
 
 def _same_weights(first: Completion, second: Completion) -> bool:
-    known = {span.version for part in (first, second) for span in part.versions}
+    versions = {span.version for part in (first, second) for span in part.versions}
     if first.versions and second.versions:
-        return len(known) == 1
+        return len(versions) == 1
     return first.weight_version == second.weight_version is not None
 
 
 def _join_column(name: str, first: Completion, second: Completion) -> TokenValues:
-    known = first.columns.get(name), second.columns.get(name)
-    layout = next(each.layout for each in known if each is not None)
-    before, behind = (
+    parts = first.columns.get(name), second.columns.get(name)
+    layout = next(values.layout for values in parts if values is not None)
+    head, tail = (
         unknown_values(layout, len(part.token_ids)) if values is None else values
-        for values, part in zip(known, (first, second), strict=True)
+        for values, part in zip(parts, (first, second), strict=True)
     )
-    late = second.prompt_columns.get(name, unknown_values(layout, 0))[-len(before) :]
+    late = second.prompt_columns.get(name, unknown_values(layout, 0))[-len(head) :]
     if len(late) > 1 and not _same_weights(first, second):
         late = late[-1:]
-    if len(before) and len(late):
-        return concatenate([before[: len(before) - len(late)], late, behind])
-    return concatenate([before, behind])
+    if len(head) and len(late):
+        return concatenate([head[: len(head) - len(late)], late, tail])
+    return concatenate([head, tail])

@@ -1,6 +1,6 @@
 """Generation: from a call to its completions.
 
-``batch`` checks requests and returns their outcomes, ``complete`` sends each until it
+``batch`` plans requests and returns their outcomes, ``complete`` sends each until it
 is complete, ``dispatch`` places and retries it, and ``reply`` reads replies. Requests
 themselves are in ``torchrl_sglang.requests``.
 

@@ -146,7 +146,7 @@ class Generation:
             )
             for index, plan in plans.items()
         }
-        ended: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
+        finished: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         tickets = [run.ticket for run in runs.values()]
         with self._dispatcher.in_flight.registered(tickets):
             prefills: dict[int, asyncio.Task[None]] = {}
@@ -159,13 +159,13 @@ class Generation:
             }
             started: list[asyncio.Task[Any]] = [*prefills.values(), *pending]
             for task in pending:
-                task.add_done_callback(ended.put_nowait)
+                task.add_done_callback(finished.put_nowait)
             try:
                 while pending:
-                    left = max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+                    seconds = max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
                     try:
-                        async with asyncio.timeout(left):
-                            task = await ended.get()
+                        async with asyncio.timeout(seconds):
+                            task = await finished.get()
                     except TimeoutError:
                         for task, index in pending.items():
                             yield index, _outcome(task, index)
@@ -173,8 +173,8 @@ class Generation:
                     index = pending.pop(task)
                     yield index, _outcome(task, index)
             finally:
-                for each in started:
-                    each.cancel()
+                for job in started:
+                    job.cancel()
                 # Retrieves the errors that nobody is told of.
                 await asyncio.gather(*started, return_exceptions=True)
 

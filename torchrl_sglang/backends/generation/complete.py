@@ -53,7 +53,7 @@ MOST_CHECKS = 3
 
 
 class RequestRun:
-    """One request and what it has generated so far.
+    """One request and the tokens that it has generated so far.
 
     Attributes:
         ticket (InFlightRequest): of the request, by which it is aborted.
@@ -138,18 +138,18 @@ class RequestRun:
             outcome = response.outcome
             stale = await self._resends.is_stale(self._rest, response)
             if stale or response.cut_short:
-                whole = await self._keep(response)
+                joined = await self._keep(response)
             elif isinstance(outcome, Completion):
-                whole = self._whole(outcome)
+                joined = self._whole(outcome)
                 if self._so_far is not None:
-                    whole = await self._cut(whole)
+                    joined = await self._cut(joined)
             elif isinstance(outcome, GenerationAbortedError) and outcome.partial:
                 return outcome.replace(partial=self._whole(outcome.partial))
             else:
                 return outcome
-            if whole is None or not self._plan.scores:
-                return whole
-            return await self._score(response, whole)
+            if joined is None or not self._plan.scores:
+                return joined
+            return await self._score(response, joined)
 
     def _whole(self, part: Completion) -> Completion:
         """Returns the response up to the end of a part of it."""
@@ -164,18 +164,19 @@ class RequestRun:
         eos, tokenizer = self._plan.capabilities.eos_token_ids, await self._tokenizer()
         ends = {*eos, getattr(tokenizer, "eos_token_id", None)}
         params = self._plan.request.sampling_params
-        whole = ended(await self._cut(self._whole(part)), params, ends)
-        if whole.finish_reason != "abort":
-            return whole
-        rest = self._plan.resume(whole)
+        joined = ended(await self._cut(self._whole(part)), params, ends)
+        if joined.finish_reason != "abort":
+            return joined
+        continuation = self._plan.resume(joined)
         # Nobody here would see a stop string that two parts hold together.
         blind = self._stops and tokenizer is None
-        if rest is None or blind or not self.ticket.resumable:
+        if continuation is None or blind or not self.ticket.resumable:
             self.ticket.resumable = False
             self.ticket.restarts += 1
             self._start_over()
         else:
-            self._so_far, self._rest, self._adapter = whole, rest, response.adapter
+            self._so_far, self._rest = joined, continuation
+            self._adapter = response.adapter
         return None
 
     async def _cut(self, whole: Completion) -> Completion:

@@ -277,16 +277,16 @@ class Dispatcher:
     ) -> tuple[HttpResponse, ServerUnavailableError | None]:
         """Posts a request; returns the last event, and the error that came behind."""
         latest: HttpResponse | None = None
-        told = 0.0
+        called_at = 0.0
 
         def keep(event: HttpResponse) -> None:
-            nonlocal latest, told
+            nonlocal latest, called_at
             latest = event
             if tell is None:
                 return
             # An event has everything so far, and takes its time to read.
-            if (now := time.monotonic()) - told >= TOLD_SECONDS:
-                told = now
+            if (now := time.monotonic()) - called_at >= TOLD_SECONDS:
+                called_at = now
                 if (ids := decode_tokens(event)) is not None:
                     with carried_errors():
                         tell(ids)

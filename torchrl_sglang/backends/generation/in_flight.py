@@ -136,7 +136,7 @@ class Counters:
         first_token: float | None,
         retractions: int | None,
     ) -> None:
-        """Counts what an answered request took; ``None``: the server did not tell."""
+        """Counts the durations of an answered request; ``None`` where not reported."""
         self.request_seconds.add(seconds)
         if queued is not None:
             self.queue_seconds.add(queued)
@@ -298,7 +298,7 @@ class InFlight:
             ]
 
         await self._until(
-            lambda: not any(each.restarts and not each.resumable for each in sent()),
+            lambda: not any(run.restarts and not run.resumable for run in sent()),
             timeout,
         )
         end = time.monotonic() + min(timeout, INTERRUPT_SECONDS)
@@ -330,14 +330,14 @@ class InFlight:
         and what nobody returns was lost with its server.
         """
         begun = time.monotonic()
-        sent = {
-            each: each.sent_as
-            for each in self._running
-            if each.sent_as and each.sent_to == router
+        rid_of = {
+            ticket: ticket.sent_as
+            for ticket in self._running
+            if ticket.sent_as and ticket.sent_to == router
         }
 
         def waiting() -> list[InFlightRequest]:
-            return [each for each, rid in sent.items() if each.sent_as == rid]
+            return [ticket for ticket, rid in rid_of.items() if ticket.sent_as == rid]
 
         # Counts as an abort of a weight update: the aborted requests are sent again.
         self._fleet.change_weights(ServedWeights.abort_requests)
@@ -350,7 +350,7 @@ class InFlight:
 
     def sent_to(self, url: str) -> int:
         """Returns how many requests are in flight at a server or a router."""
-        return sum(each.sent_to == url and bool(each.sent_as) for each in self._running)
+        return sum(run.sent_to == url and bool(run.sent_as) for run in self._running)
 
     async def evict(self, url: str) -> None:
         """Aborts the requests of a server that is to be removed; they go on elsewhere.
@@ -358,21 +358,21 @@ class InFlight:
         Those that a router has sent there are among them.
         """
         places = [url] if self._fleet.router is None else [url, self._fleet.router.url]
-        sent = {
-            each: each.sent_as
-            for each in self._running
-            if each.sent_as and each.sent_to in places
+        rid_of = {
+            ticket: ticket.sent_as
+            for ticket in self._running
+            if ticket.sent_as and ticket.sent_to in places
         }
 
         def waiting() -> list[InFlightRequest]:
-            here = (each for each, rid in sent.items() if each.sent_as == rid)
-            return [each for each in here if each.sent_to == url]
+            running = (run for run, rid in rid_of.items() if run.sent_as == rid)
+            return [run for run in running if run.sent_to == url]
 
         # Counts as an abort of a weight update: the aborted requests are sent again.
         self._fleet.change_weights(ServedWeights.abort_requests)
         end = time.monotonic() + RECALL_SECONDS
         while True:
-            rids = [rid for each, rid in sent.items() if each.sent_as == rid]
+            rids = [rid for ticket, rid in rid_of.items() if ticket.sent_as == rid]
             calls = [({"rid": rid}, url) for rid in rids]
             await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
             # An abort that arrives before its request is lost.
@@ -381,7 +381,7 @@ class InFlight:
                 return
 
     async def _until(self, holds: Callable[[], bool], timeout: float) -> None:
-        """Waits until something holds of what is sent, at most for the timeout."""
+        """Waits until a condition on running requests holds, or for the timeout."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not holds():
@@ -409,16 +409,16 @@ class InFlight:
 
         Raises ConfigurationError if a server lets this engine abort nothing.
         """
-        sent = [(each.sent_as, each.sent_to) for each in tickets if each.sent_as]
-        return self._abort_sent(sent)
+        attempts = [(run.sent_as, run.sent_to) for run in tickets if run.sent_as]
+        return self._abort_sent(attempts)
 
     async def _abort_sent(self, sent: Sequence[tuple[str, str]]) -> None:
         fleet = self._fleet
         calls: list[tuple[Mapping[str, object], str]] = [
-            ({"rid": rid}, each)
+            ({"rid": rid}, server)
             for rid, url in sent
             # A router does not tell which server has it.
-            for each in (fleet.urls if fleet.is_router(url) else [url])
+            for server in (fleet.urls if fleet.is_router(url) else [url])
         ]
         await self._post_each(calls)
 

@@ -47,10 +47,11 @@ class TemperatureProbe:
             except TimeoutError:
                 return None
             urls = self._fleet.serving
-            found = await asyncio.gather(*(self._probe(url, deadline) for url in urls))
-            if None in found or not urls:
+            probes = [self._probe(url, deadline) for url in urls]
+            answers = await asyncio.gather(*probes)
+            if None in answers or not urls:
                 return None
-            self._found = (epoch, found[0] if len(set(found)) == 1 else None)
+            self._found = (epoch, answers[0] if len(set(answers)) == 1 else None)
         return self._found[1]
 
     async def _probe(self, url: str, deadline: float) -> bool | None:
@@ -90,22 +91,22 @@ def is_unscaled(greatest: float, vocab_size: int) -> bool:
 def with_scores(completion: Completion, scores: Completion) -> Completion | None:
     """Returns a response with these log-probs; ``None`` if none is of its weights."""
     version = scores.versions[-1].version if scores.versions else None
-    known = {
+    positions = {
         position
         for span in completion.versions
         if span.version == version
         for position in range(span.start, span.end)
     }
-    if completion.token_ids and not known:
+    if completion.token_ids and not positions:
         return None
     log_probs = [
-        value if position in known else math.nan
+        value if position in positions else math.nan
         for position, value in enumerate(scores.log_probs or ())
     ]
     tops = scores.top_log_probs
     if tops is not None:
         tops = [
-            row if position in known else [math.nan] * len(row)
+            row if position in positions else [math.nan] * len(row)
             for position, row in enumerate(tops)
         ]
     return replace(

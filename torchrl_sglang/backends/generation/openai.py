@@ -77,10 +77,10 @@ async def post_openai(
             # The weight version of when it is sent, not of when it was asked for.
             weights = fleet.weights
             defaults = {"model": "default", "extra_key": weights.version}
-            sent = {**defaults, **content, **selected, "rid": ticket.sent_as}
+            complete = {**defaults, **content, **selected, "rid": ticket.sent_as}
             try:
                 answer = await dispatcher.post(
-                    url + path, sent, ticket, ticket.deadline, session_id
+                    url + path, complete, ticket, ticket.deadline, session_id
                 )
             except RequestRefusedError as error:
                 aborted_early(error)
@@ -102,10 +102,10 @@ async def post_openai(
             better = await explain_unavailable(fleet, error)
             raise better from better.__cause__
     check_answered(content, reply, url)
-    found = (reply.get("metadata") or {}).get("weight_version")
-    if isinstance(found, str):
+    version = (reply.get("metadata") or {}).get("weight_version")
+    if isinstance(version, str):
         # Another engine object may have sent newer weights: the next key is theirs.
-        fleet.change_weights(lambda weights: weights.observe(found))
+        fleet.change_weights(lambda weights: weights.observe(version))
     usage = reply.get("usage") or {}
     details = usage.get("prompt_tokens_details") or {}
     dispatcher.counters.count(
@@ -160,7 +160,7 @@ def check_choices(reply: Any, url: str) -> dict[str, Any]:
 def check_answered(
     content: Mapping[str, Any], reply: Mapping[str, Any], url: str
 ) -> None:
-    """Raises :class:`UnsupportedByServerError` if an answer lacks what was asked for.
+    """Raises :class:`UnsupportedByServerError` if an answer lacks a requested field.
 
     A server ignores a field that its version does not know, or that it was started
     without.
@@ -168,12 +168,12 @@ def check_answered(
     places = [reply, reply.get("sglext") or {}]
     for choice in reply.get("choices") or ():
         places += [choice, choice.get("meta_info") or {}, choice.get("sglext") or {}]
-    found = {name for place in places for name in place if place[name] is not None}
-    for asked, wanted in ANSWERED_BY.items():
-        if content.get(asked) and wanted not in found:
+    answered = {name for place in places for name in place if place[name] is not None}
+    for option, field in ANSWERED_BY.items():
+        if content.get(option) and field not in answered:
             raise UnsupportedByServerError(
-                f"{asked}={content[asked]!r} asks for {wanted!r}, and the answer of "
+                f"{option}={content[option]!r} asks for {field!r}, and the answer of "
                 f"the server at {url} has none. Start the server with "
-                f"enable_{asked}=True where its SGLang has that argument, or use a "
-                f"newer SGLang, or leave {asked} out."
+                f"enable_{option}=True where its SGLang has that argument, or use a "
+                f"newer SGLang, or leave {option} out."
             )

@@ -333,10 +333,10 @@ class _Reader:
         # The first prompt token has no context.
         entries: list[LogProbEntry] | None = getattr(self._meta, key)
         if entries is None or len(entries) != len(token_ids):
-            found = "none" if entries is None else str(len(entries))
+            count = "none" if entries is None else str(len(entries))
             raise ServerUnavailableError(
                 f"{self._server} was asked for {key} of {len(token_ids)} tokens and "
-                f"sent {found}."
+                f"sent {count}."
             )
         values = [entry.log_prob for entry in entries]
         if [entry.token_id for entry in entries] != token_ids and any(
@@ -363,24 +363,24 @@ class _Reader:
         self, rows: Sequence[list[LogProbEntry] | None], length: int, number: int
     ) -> list[list[LogProbEntry]]:
         # One list per position, most probable first.
-        found = [row for row in rows if row is not None and len(row) == number]
-        if not len(found) == len(rows) == length:
+        entries = [row for row in rows if row is not None and len(row) == number]
+        if not len(entries) == len(rows) == length:
             raise ServerUnavailableError(
                 f"{self._server} was asked for the top-{number} tokens at {length} "
                 f"positions and sent {[len(row or ()) for row in rows]!r:.100}."
             )
-        return found
+        return entries
 
     def _read_columns(
         self,
     ) -> tuple[dict[str, TokenValues], dict[str, TokenValues]]:
-        """Returns the columns of the response, and those of the prompt."""
+        """Returns the columns of the response and of the prompt."""
         request, capabilities = self._request, self._plan.capabilities
         length = len(self._token_ids)
-        before = len(request.input_ids) - request.columns_from
+        prompt_length = len(request.input_ids) - request.columns_from
         response, prompt = {}, {}
         for column, layout in self._plan.columns:
-            start = before if column.of_prompt else 0
+            start = prompt_length if column.of_prompt else 0
             if column.of_request is not None:
                 value = column.of_request(request.sampling_params, capabilities)
                 response[column.name] = same_values(layout, length, value)
@@ -406,18 +406,18 @@ class _Reader:
                 f"{self._server} was asked for {column.name!r} of {length} tokens and "
                 f"sent no {column.field!r}."
             )
-        known = length - column.late
+        count = length - column.late
         try:
-            rows = column.read(self._columns[column.name], known)
+            rows = column.read(self._columns[column.name], count)
             if isinstance(rows, np.ndarray) and rows.ndim == 1 and layout.shape:
                 rows = rows.reshape(-1, *layout.shape)
             if self._reason.type == "abort":
                 # Lists can have grown since the response was cut.
-                rows = rows[:known]
-            if len(rows) != known:
+                rows = rows[:count]
+            if len(rows) != count:
                 raise ValueError(f"it has {len(rows)} entries")
             values = to_token_values(rows, layout)
-            return concatenate([values, unknown_values(layout, length - known)])
+            return concatenate([values, unknown_values(layout, length - count)])
         except (LookupError, OverflowError, TypeError, ValueError) as error:
             raise ServerUnavailableError(
                 f"{self._server} was asked for {column.name!r} of {length} tokens, and "
@@ -431,7 +431,7 @@ class _Reader:
     def _forget_recomputed(
         self, column: TokenColumn, values: TokenValues, start: int
     ) -> TokenValues:
-        """Leaves out what a server has computed again with newer weights.
+        """Leaves out values that a server computed again with newer weights.
 
         Another process has updated the weights: this one would have aborted the
         request.
@@ -441,8 +441,8 @@ class _Reader:
             return values
         # The first token of a span was computed from the one before it.
         newest = start + max(spans[-1].start - 1, 0)
-        before = unknown_values(values.layout, newest - start)
-        return concatenate([values[:start], before, values[newest:]])
+        forgotten = unknown_values(values.layout, newest - start)
+        return concatenate([values[:start], forgotten, values[newest:]])
 
     def _versions(self) -> tuple[VersionSpan, ...]:
         version, length = self._meta.weight_version, len(self._token_ids)
