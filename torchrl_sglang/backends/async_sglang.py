@@ -432,8 +432,8 @@ class AsyncSGLang(TorchRLCalls):
         """Uses servers running elsewhere, without owning them.
 
         It follows their state: a server that is down, was restarted by its owner or has
-        stale weights gets no requests until it has the current ones. Of several
-        servers, at least one must respond now.
+        stale weights gets no requests until it has current weights. Of several servers,
+        at least one must respond now.
 
         Args:
             url: address of a server, like ``"http://127.0.0.1:30000"``. User and

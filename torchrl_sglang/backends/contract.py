@@ -52,7 +52,7 @@ class RLSGLangEngine(abc.ABC):
     @property
     @abc.abstractmethod
     def weight_version(self) -> str:
-        """Version of the weights, or of the default adapter if an update sent one."""
+        """Version of the weights, or of a default adapter from an update."""
 
     @abc.abstractmethod
     def get_tokenizer(self, name: str | None = None) -> Any:
@@ -109,7 +109,7 @@ class RLSGLangEngine(abc.ABC):
             request_timeout: timeout of each request from its dispatch, in seconds. A
             timed-out request is an error of its item.
             return_exceptions: return the error of an item in its place instead of
-                raising the first one. A raised error aborts the other in-flight
+                raising the first error. A raised error aborts the other in-flight
                 requests and carries the finished responses as ``completions``.
             return_partial: return the tokens of an aborted request, with
                 ``finish_reason`` ``"abort"``, instead of its error.
@@ -118,7 +118,8 @@ class RLSGLangEngine(abc.ABC):
             priority: a server starts waiting requests by descending priority; one for
                 all or one for each. It needs servers with
                 ``enable_priority_scheduling=True``. SGLang interrupts running requests
-                for much greater ones, unless ``disable_priority_preemption=True``.
+                for much greater priorities, unless
+                ``disable_priority_preemption=True``.
             logprobs_mode: kind of the log-probs of response tokens and top-k tokens.
                 ``"model"``: the model's own, ``log_softmax(logits)``, independent of
                 the sampling parameters, as the trained model and vLLM compute them. If
@@ -242,7 +243,7 @@ class RLSGLangEngine(abc.ABC):
     ) -> Adapter:
         """Loads a LoRA adapter into every server, or replaces the adapter of this name.
 
-        Later requests use the new adapter; in-flight requests end with the old one,
+        Later requests use the new adapter; in-flight requests end with the old adapter,
         which is dropped after them. Generation is not paused.
 
         Args:
@@ -252,8 +253,8 @@ class RLSGLangEngine(abc.ABC):
             tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
                 them, on any device.
             config: content of PEFT's ``adapter_config.json``, with ``tensors``.
-            pinned: keep it in the batch memory; the servers leave at least one place
-                for others.
+            pinned: keep it in the batch memory; the servers leave a place or more for
+            others.
             version: weight version of its completions.
             default: use it for requests that select none, of every engine object of
                 these servers, until whole weights replace it.
@@ -419,7 +420,7 @@ class RLSGLangEngine(abc.ABC):
         """Restarts unresponsive servers, and waits for all pending starts.
 
         A restarted server holds the checkpoint's weights, and waits for a weight update
-        if the others hold newer ones.
+        if the others hold newer weights.
 
         Args:
             timeout: timeout of the restarts, in seconds.

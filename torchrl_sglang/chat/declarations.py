@@ -1,7 +1,7 @@
 """Shared tools and template variables of repeated requests.
 
-Each request brings its tools, which are large. Equal tools become one object, compared,
-rendered and stored once.
+Each request brings its tools, which are large. Equal tools become a single object,
+compared, rendered and stored once.
 """
 
 from __future__ import annotations

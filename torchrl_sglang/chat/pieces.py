@@ -32,7 +32,7 @@ _growing = threading.Lock()
 
 
 def shared_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns token ids of 8 bytes each: equal ids share one object.
+    """Returns token ids of 8 bytes each: equal ids share an object.
 
     Examples:
         >>> from torchrl_sglang.chat.pieces import shared_ids

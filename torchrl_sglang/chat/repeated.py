@@ -1,7 +1,7 @@
 """Cache of parsed messages for repeated requests.
 
-Each request of a conversation repeats all earlier messages. Equal messages become one
-object, with their parsed form beside it.
+Each request of a conversation repeats all earlier messages. Equal messages become a
+single object, with their parsed form beside it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_once(read: Callable[[str, Any], _T]) -> Callable[[str, Any], _T]:
 class LatestMessages:
     """Messages of a session's latest request, as its client received them.
 
-    For use in one thread.
+    For use in a single thread.
 
     Examples:
         >>> from torchrl_sglang.chat.repeated import LatestMessages

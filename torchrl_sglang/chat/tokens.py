@@ -33,8 +33,8 @@ class Encoder:
     def byte_tokens(self) -> frozenset[int]:
         """Tokens for single bytes of characters without their own token.
 
-        A tokenizer of pieces decodes adjacent byte tokens as one text, and an
-        incomplete character as nothing readable.
+        A tokenizer of pieces decodes adjacent byte tokens as a text, and an incomplete
+        character as nothing readable.
         """
         names = [f"<0x{byte:02X}>" for byte in range(256)]
         ids = self.tokenizer.convert_tokens_to_ids(names)

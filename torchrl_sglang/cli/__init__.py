@@ -109,7 +109,7 @@ def _print_error(arguments: argparse.Namespace, text: str) -> None:
 
 
 def _is_of_arguments(error: OSError, arguments: argparse.Namespace) -> bool:
-    """Returns whether an error concerns a path in the arguments, or around one."""
+    """Returns whether an error concerns a path in or around the arguments."""
     if not isinstance(error.filename, str):
         return False
     failed = Path(error.filename).absolute()

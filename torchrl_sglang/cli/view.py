@@ -1,4 +1,4 @@
-"""``view``: shows a recorded run, in a browser or as one HTML file."""
+"""``view``: shows a recorded run, in a browser or as an HTML file."""
 
 from __future__ import annotations
 

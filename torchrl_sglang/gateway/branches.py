@@ -1,4 +1,4 @@
-"""Reasons why a turn continues no earlier turn, or branches from a shared one."""
+"""Reasons for a turn without an earlier turn, or with a branch from a shared turn."""
 
 from __future__ import annotations
 

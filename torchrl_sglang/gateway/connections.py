@@ -36,7 +36,7 @@ class ClientTimeouts:
 
 
 class Strangers:
-    """Connections whose clients have not presented a key, for one event loop."""
+    """Connections whose clients have not presented a key, for an event loop."""
 
     def __init__(self, timeouts: ClientTimeouts = ClientTimeouts()) -> None:
         self.timeouts = timeouts

@@ -27,7 +27,7 @@ class TurnCounts:
     """Requests with a new branch, by reason."""
 
     def add(self, turns: Sequence[Turn]) -> None:
-        """Counts the turns of one request."""
+        """Counts the turns of a request."""
         branch = turns[0].branch
         self.turns += len(turns)
         self.tokens += sum(len(turn.completion.token_ids) for turn in turns)
@@ -54,7 +54,7 @@ class Keeper:
 
         Args:
             session: session of the turns.
-            turns: turns of one request; earlier ones may be in the session already.
+            turns: turns of a request; earlier turns may be in the session already.
             new: number of turns to count, from the end.
 
         Raises:
@@ -98,7 +98,7 @@ class Keeper:
     def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
         """Removes turns unseen by any client."""
         with self._lock:
-            # Other turns continue pinned ones: their clients have seen them.
+            # Other turns continue pinned turns: their clients have seen them.
             loose = [turn for turn in turns if turn not in session.pinned]
             gone = [turn for turn in loose if session.remove(turn)]
             if self.store is not None and gone:

@@ -10,7 +10,7 @@ from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
 
 
 class Progress:
-    """Stable prefixes of the responses to a request. Used from one event loop."""
+    """Stable prefixes of the responses to a request. Used from a single event loop."""
 
     def __init__(self) -> None:
         self.prompt_tokens: int | None = None

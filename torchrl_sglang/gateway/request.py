@@ -27,12 +27,12 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hint:
-    """A client's setting for a variable of the chat template, if there is one."""
+    """A client's setting for a variable of the chat template, if any."""
 
     name: str
     """The client's field, such as ``"verbosity"``."""
     variables: tuple[str, ...]
-    """Variables for it; the template's first one gets the value."""
+    """Variables for it; the template's first variable gets the value."""
     value: Any
     """Value of the variable."""
 

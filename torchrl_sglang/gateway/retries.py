@@ -120,7 +120,7 @@ class _EqualRequests:
         """Returns the answer to the request repeated by an attempt.
 
         ``None`` for the first attempt of a request, or if the request has no answer. An
-        attempt repeats an earlier attempt: one whose delivery failed, else a failed
+        attempt repeats an earlier attempt: an undelivered attempt, else a failed
         attempt, else the only attempt. A client that continues an answer has it.
         """
         earlier = [answer for answer in self.answers if answer.attempt < attempt]
@@ -152,7 +152,7 @@ class _EqualRequests:
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        """Drops answers that no request can repeat: only a lone delivered one can."""
+        """Drops unrepeatable answers: only a lone delivered answer can be repeated."""
         idle = [a for a in self.answers if a.is_complete and not a.waiting]
         for limit, delivered in ((LOST, False), (1, True)):
             for answer in [a for a in idle if a.delivered is delivered][:-limit]:
@@ -160,7 +160,7 @@ class _EqualRequests:
 
 
 class Answers:
-    """The answers of one session. Used from one event loop only.
+    """The answers of a session. Used from a single event loop.
 
     A request with one of :data:`ATTEMPT_HEADERS` may be a repetition; a request with
     the ``Idempotency-Key`` of an earlier request is. An equal request without these
@@ -238,7 +238,7 @@ class Answers:
     def _entry(
         self, digest: str, recorded: Callable[[], list[Answer]]
     ) -> _EqualRequests:
-        """Returns the requests with a digest, without expired ones."""
+        """Returns the requests with a digest, without expired requests."""
         now = time.monotonic()
         if (entry := self._entries.get(digest)) is None:
             answers = recorded()

@@ -240,7 +240,7 @@ class Store:
 
         Args:
             session: session of the turns.
-            turns: new turns, and changed ones.
+            turns: new turns, and changed turns.
             new: number of new turns, without effect here.
 
         Raises:
@@ -294,7 +294,7 @@ class Store:
             self._left.popleft()
 
     def _execute(self, change: _Change) -> None:
-        """Makes a change in one transaction."""
+        """Makes a change in a transaction."""
         try:
             with self._file:
                 for statement, row in change:

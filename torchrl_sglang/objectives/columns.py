@@ -1,6 +1,6 @@
 """Reads the columns of a batch as rectangular tensors, and writes them back.
 
-A batch is a TensorDict with one batch dimension: dense, or a lazy stack of rows of
+A batch is a TensorDict with a single batch dimension: dense, or a lazy stack of rows of
 different lengths. Rectangular tensors are ``(B, T)`` and padded on the left, as
 TorchRL's losses read them.
 """

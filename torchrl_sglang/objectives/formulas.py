@@ -1,6 +1,6 @@
 """Formulas of off-policy correction: tensors in, tensors out.
 
-All arguments of shape ``(B, T)`` hold one row per sequence and one column per token.
+All arguments of shape ``(B, T)`` hold a row per sequence and a column per token.
 ``mask`` is bool and True for the loss tokens; values elsewhere are ignored.
 ``log_ratio`` is ``log pi_train - log pi_rollout`` of each token, where ``pi_train`` is
 the trainer's policy and ``pi_rollout`` the sampling policy.
@@ -31,7 +31,7 @@ SAFETY_BOUND = 20.0
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sums the values of the mask, over everything or over one dimension.
+    """Sums the values of the mask, over everything or over a dimension.
 
     Examples:
         >>> values = torch.tensor([[1.0, 2.0, torch.nan], [5.0, 7.0, 9.0]])

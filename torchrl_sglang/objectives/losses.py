@@ -91,7 +91,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
       logits with a mask of their own shape, which with a vocabulary of 150,000 takes
       more memory and time than the model;
     - with ``aggregation="prompt_mean"`` the KL penalties are means over sequences, too,
-      and with ``"none"`` they are per token: all losses are of one kind;
+      and with ``"none"`` they are per token: all losses are of the same kind;
     - ``aggregation="constant"`` divides the sum over tokens by the number of sequences
       times ``max_tokens``, as Dr. GRPO does (https://arxiv.org/abs/2503.20783): the
       tokens of long and of short responses count alike;

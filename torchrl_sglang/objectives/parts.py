@@ -191,7 +191,7 @@ def _scale(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
 def own_gradients(
     parameters: Iterable[nn.Parameter], ranks: LossRanks
 ) -> Iterator[Gradients]:
-    """Keeps existing gradients apart from new ones."""
+    """Keeps existing gradients apart from new gradients."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     gradients_before = [parameter.grad for parameter in trained]
     for parameter in trained:

@@ -1,8 +1,8 @@
 """Routers of mixtures of experts: finds them in a model, and controls their choice.
 
 A router's own forward runs. Only the result of its ``topk`` is replaced: the experts
-are the given ones, and their scores are gathered from the router's own, so that weights
-are normalized and scaled as in the model, and have their gradient.
+are given, and their scores are gathered from the router's own, so that weights are
+normalized and scaled as in the model, and have their gradient.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _REPLAYS: weakref.WeakKeyDictionary[nn.Module, RoutingReplay] = (
 
 @dataclass(kw_only=True, eq=False)
 class _Pass:
-    """The experts of one forward pass, and of its repetition in the backward pass."""
+    """The experts of a forward pass, and of its repetition in the backward pass."""
 
     experts: Tensor
     """``(tokens, layers, chosen)``, for the tokens of ``ids``."""

@@ -135,8 +135,8 @@ def token_terms(
     The distribution of a token is the softmax of its logits, divided by its
     temperature, over its support.
 
-    The gradient overwrites the logits, which therefore need one, and must not be read
-    afterwards.
+    The gradient overwrites the logits, which therefore need a gradient, and must not be
+    read afterwards.
 
     Args:
         logits: ``(tokens, vocabulary)``.

@@ -47,7 +47,7 @@ class OffPolicyCorrection(Transform):
     returns a batch for which TorchRL's ``GRPOLoss`` has exactly the gradient of the
     chosen formula:
 
-    - weights multiply the advantage, which becomes one value per token. The clipped
+    - weights multiply the advantage, which becomes a value per token. The clipped
       objective is proportional to the advantage, so this equals a weighted objective;
     - rejected tokens get a NaN log-prob. ``GRPOLoss`` excludes them from the loss and
       its denominators;
@@ -55,10 +55,9 @@ class OffPolicyCorrection(Transform):
     - with ``aggregation="prompt_mean"``, sequences without remaining tokens do not
       count, as in verl, although the loss divides by all: the advantage compensates.
 
-    The input batch is not changed. Correct the batch of one optimizer step, not a
-    larger batch: denominators are over the batch, and
-    :meth:`.CorrectedGRPOLoss.accumulate` takes parts of a corrected batch. ``metrics``
-    has verl's metrics of the last batch.
+    The input batch is not changed. Correct the batch of an optimizer step, not a larger
+    batch: denominators are over the batch, and :meth:`.CorrectedGRPOLoss.accumulate`
+    takes parts of a corrected batch. ``metrics`` has verl's metrics of the last batch.
 
     NaN or infinite log-probs are unknown; these tokens are excluded. A batch in which
     every token was masked after sampling, such as stale tokens by ``on_stale="mask"``,

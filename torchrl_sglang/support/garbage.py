@@ -14,9 +14,9 @@ FROZEN_BY_PYTHON = 10_000
 def collect_garbage_afterwards() -> Iterator[None]:
     """Pauses the garbage collector, which would visit every new object repeatedly.
 
-    For code with many new objects and few dropped ones. When a quarter of all objects
-    are new survivors, a full collection visits every object of the process, including
-    imported libraries.
+    For code with many new objects and few dropped objects. When a quarter of all
+    objects are new survivors, a full collection visits every object of the process,
+    including imported libraries.
     """
     enabled = gc.isenabled()
     gc.disable()

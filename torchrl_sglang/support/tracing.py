@@ -71,7 +71,7 @@ def span(
 
     Args:
         name: of the span.
-        kind: ``"client"`` for an outgoing request, ``"server"`` for an incoming one.
+        kind: ``"client"`` for outgoing requests, ``"server"`` for incoming requests.
         of: an object passed to :func:`remember`; its span is the parent unless another
             span is open.
         **attributes: names with two underscores, such as ``gen_ai__...``, belong to

@@ -109,7 +109,7 @@ def engine_figures(
 
     Args:
         now: the later statistics.
-        before: the earlier ones; ``None`` counts from the engine's start.
+        before: the earlier statistics; ``None`` counts from the engine's start.
         seconds: time between them.
     """
 
@@ -189,7 +189,7 @@ def weights_figures(
 ) -> Figures:
     """Yields the figures of a sender; see :func:`engine_figures`.
 
-    Seconds and bytes are of the last update, if there was one in between.
+    Seconds and bytes are of the last update, if there was any in between.
     """
     done = sum(now.updates.values())
     updates = done - (sum(before.updates.values()) if before else 0)

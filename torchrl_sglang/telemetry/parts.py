@@ -1,7 +1,7 @@
 """Reads the statistics of the parts of a run, each within a timeout.
 
 A part may be dead, shut down, or on another machine. No reader waits longer than a
-timeout, and a hanging part costs one thread in total, not one per read.
+timeout, and a hanging part costs a single thread, instead of a thread per read.
 """
 
 from __future__ import annotations

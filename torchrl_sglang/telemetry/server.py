@@ -81,7 +81,7 @@ def serve_metrics(
 
 
 class MetricsEndpoint:
-    """Serves metrics in daemon threads. Make one with :func:`serve_metrics`.
+    """Serves metrics in daemon threads, made by :func:`serve_metrics`.
 
     Attributes:
         url (str): address of the metrics.

@@ -56,7 +56,7 @@ class Injection:
 
 
 class FaultyProxy:
-    """Forwards requests to a server, and breaks selected ones.
+    """Forwards requests to a server, and breaks selected requests.
 
     Args:
         target: address of the server.

@@ -1,6 +1,6 @@
 """A tiny Qwen2 model and tokenizer, without a download.
 
-Both ``transformers`` and an SGLang server load it. The tokenizer has one token per
+Both ``transformers`` and an SGLang server load it. The tokenizer has a token per
 character, so text, tokens and log-probs can be compared position by position; the
 random weights are large enough for the output to depend on every prompt token.
 """

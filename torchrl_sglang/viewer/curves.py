@@ -66,7 +66,7 @@ class Curve:
 
 @dataclass(kw_only=True, slots=True)
 class _BatchTotals:
-    """Totals of a batch's groups, computed in one pass for all curves."""
+    """Totals of a batch's groups, computed in a single pass for all curves."""
 
     groups: int = 0
     responses: int = 0

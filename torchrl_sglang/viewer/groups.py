@@ -20,7 +20,7 @@ SHOWN_CHARACTERS = 120
 """Characters of a prompt in the table and its search."""
 
 MOST_ROWS = 20_000
-"""Most groups in the table of a page, the newest ones."""
+"""Most groups in the table of a page, the newest groups."""
 
 LONGEST_SHARE = 0.1
 """Share of the groups with the longest responses, or the largest mismatch."""
@@ -176,7 +176,7 @@ def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | Non
     """Returns the conversations of a group with their tokens.
 
     Returns:
-        ``None`` if they were not recorded, were replaced by newer ones, or are damaged.
+        ``None`` if they were not recorded, were replaced by newer rows, or are damaged.
     """
     texts = recording.read_texts(group.line.texts)
     if texts is None:

@@ -1,4 +1,4 @@
-"""Page of one run or two, as data and as a self-contained HTML file."""
+"""Page of a run or two, as data and as a self-contained HTML file."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Group(msgspec.Struct, kw_only=True, gc=False, eq=False):
 
     @property
     def rewards(self) -> list[float]:
-        """Returns of its responses, without missing ones."""
+        """Returns of its responses, without missing returns."""
         return self.line.rewards
 
     @property
@@ -154,7 +154,7 @@ class _Assembly:
         self._handlers = {}
 
     def add_all(self, recording: Recording) -> None:
-        """Adds all lines, except malformed ones."""
+        """Adds all lines, except malformed lines."""
         malformed = recording.malformed
         if len(recording.writers) > 1:
             names = sorted({line.writer for line in recording.groups})

@@ -10,7 +10,7 @@ from typing import Any
 from torchrl_sglang.viewer.run import Bar, RunData
 
 MOST_BARS = 1_500
-"""Most bars of a lane; shorter ones are merged."""
+"""Most bars of a lane; shorter bars are merged."""
 
 GAP = 5.0
 """Number of intervals that a server's sample remains valid without a successor."""

@@ -250,7 +250,7 @@ def start_id(server_info: Mapping[str, Any]) -> str:
 def check_same(
     first: ServerCapabilities, first_url: str, other: ServerCapabilities, other_url: str
 ) -> None:
-    """Raises unless two servers are compatible in one engine."""
+    """Raises unless two servers are compatible in an engine."""
     for name in (f.name for f in fields(first) if f.name not in _MAY_DIFFER):
         one, two = getattr(first, name), getattr(other, name)
         if one != two:

@@ -293,7 +293,7 @@ class HttpClient:
             limits = aiohttp.ClientTimeout(
                 total=remaining, sock_connect=min(remaining, 10.0)
             )
-            # aiohttp writes bytes in one go, and a buffer in pieces.
+            # aiohttp writes bytes at once, and a buffer in pieces.
             large = data is not None and len(data) > STREAMED_BODY_BYTES
             body = io.BytesIO(data) if data is not None and large else data
             session, given_up = self._get_session(), asyncio.timeout(None)

@@ -124,7 +124,7 @@ class ServedModel:
 def metadata_from_config(
     config: Any, dtype: torch.dtype | None, *, trust_remote_code: bool = False
 ) -> ModelMetadata:
-    """Returns (dtype, shape) of every parameter; tied ones once, as they are saved."""
+    """Returns (dtype, shape) of every parameter, without repeated tied parameters."""
     model = _build(config, trust_remote_code)
     served = dtype or getattr(config, "dtype", None) or torch.float32
     held = _tensors(model)

@@ -1,4 +1,4 @@
-"""The servers of one engine, and the version of their weights.
+"""The servers of an engine, and the version of their weights.
 
 ``state`` holds the known state, ``observe`` polls servers, ``reconcile`` computes the
 next state without I/O, and ``loop`` runs the cycle: observe, reconcile, act.

@@ -65,7 +65,7 @@ class AdapterCalls:
     # Looking.
 
     async def discover_changes(self, fleet: Fleet, *, after: float = 0.0) -> None:
-        """Discovers adapters if one of a few servers, in turn, holds others.
+        """Discovers adapters if any of a few servers, in turn, holds others.
 
         Skipped within ``after`` seconds of the last discovery. A request refused for a
         missing adapter triggers a discovery, too.

@@ -235,7 +235,7 @@ class AdapterUnwanted(Event):
         if self.name not in adapters.wanted:
             return
         adapter = adapters.wanted[self.name]
-        # Otherwise other processes would discover an older load as the current one.
+        # Otherwise other processes would discover an older load as current.
         older = _older_loads(step.state, self.name, adapter.number)
         linger = [
             n for n in adapters.retiring if parse_served_name(n).name == self.name

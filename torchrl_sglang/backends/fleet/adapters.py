@@ -1,10 +1,10 @@
-"""The LoRA adapters of one engine, as a pure part of the state of its fleet.
+"""The LoRA adapters of an engine, as a pure part of the state of its fleet.
 
 Requests may select the *wanted* adapters; :attr:`.Replica.held_adapters` has the
 adapters on each server. A replacement keeps the adapter's name: each load has a served
-name of its own, so the new load is added beside the old one, requests in flight finish
-with the old one, and they share no prefix-cache entry. Other engine objects, in any
-process, discover adapters by their served names.
+name of its own, so the new load is added beside the old load, requests in flight finish
+with the old load, and the loads share no prefix-cache entry. Other engine objects, in
+any process, discover adapters by their served names.
 
 A server that drops an adapter in use accepts no other adapter until the drop has ended,
 and none at all while it is paused. So an adapter *retires* first: no new request uses
@@ -164,7 +164,7 @@ class Retiring:
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterState:
-    """The LoRA adapters of one engine's servers."""
+    """The LoRA adapters of an engine's servers."""
 
     wanted: Mapping[str, DesiredAdapter] = field(default_factory=dict)
     """Name -> adapter that requests may select."""

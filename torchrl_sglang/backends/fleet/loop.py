@@ -104,7 +104,7 @@ class WatchTimes:
 
 
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
-    """Restarts unresponsive servers, and waits for all servers except lost ones.
+    """Restarts unresponsive servers, and waits for all servers except lost servers.
 
     A scheduler that waits in a collective for a dead trainer answers nothing, while its
     process runs and its HTTP server reports itself as healthy.
@@ -141,7 +141,7 @@ async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None
 
 
 class Supervisor:
-    """Supervises one fleet through a weak reference: its servers end with it.
+    """Supervises a fleet through a weak reference: its servers end with it.
 
     ``progress`` returns the numbers of in-flight and of completed requests; ``recall``
     resends the requests that a router was sent.

@@ -1,4 +1,4 @@
-"""The servers of one engine, and their current state.
+"""The servers of an engine, and their current state.
 
 Events come from any thread. :meth:`Fleet.apply` replaces the state under a lock by what
 :func:`.reconcile` returns, and hands the actions to the engine's loop.

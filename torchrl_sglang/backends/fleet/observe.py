@@ -1,4 +1,4 @@
-"""Polls servers for their versions and adapters; a response is one observation.
+"""Polls servers for their versions and adapters; a response is an observation.
 
 Several engine objects use the same servers: a trainer's, collectors', copies in other
 processes. Any of them may send weights or load adapters, and the owner restarts

@@ -1,6 +1,6 @@
 """``reconcile``: the next state and the actions after an event. Pure.
 
-:func:`reconcile` takes the state of the fleet and one event, and returns the next state
+:func:`reconcile` takes the state of the fleet and an event, and returns the next state
 and the actions to execute. Most events are observations of a server; a :class:`Tick`
 compares desired and actual state, so a later tick repeats a failed action.
 """
@@ -343,7 +343,7 @@ class Changed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learned(Event):
-    """The state of one start of a server changes without actions."""
+    """The state of a server's start changes without actions."""
 
     asked: Replica
     """The server's state when it was queried."""

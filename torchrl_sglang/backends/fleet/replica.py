@@ -82,7 +82,7 @@ def stop_all(handles: Iterable[ServerHandle | None]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Location:
-    """Place of one server: its machine, process and log."""
+    """Place of a server: its machine, process and log."""
 
     host: str
     """Name of the machine."""
@@ -94,7 +94,7 @@ class Location:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Replica:
-    """Known state of one server; only :func:`.reconcile` makes the next."""
+    """Known state of a server; only :func:`.reconcile` makes the next."""
 
     url: str
     """Address of the server, which can change when the server is started again."""
@@ -202,7 +202,7 @@ class RouterHandle(Protocol):
 
     @property
     def keyed(self) -> bool:
-        """Whether the router sends requests with one routing key to one server."""
+        """Whether the router keeps requests with equal routing keys on a server."""
 
     def wait_ready(self) -> None:
         """Waits until its servers are in rotation."""

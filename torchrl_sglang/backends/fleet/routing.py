@@ -19,7 +19,7 @@ _NEVER = 4
 
 
 class Routing:
-    """Chooses servers in turn, one server per session, failed servers last.
+    """Chooses servers in turn, a server per session, failed servers last.
 
     The cost of a choice does not grow with the number of servers. Sessions refer to a
     server by its constant rank.

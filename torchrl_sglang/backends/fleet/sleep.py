@@ -228,7 +228,7 @@ class SleepControl:
             except SGLangError as error:
                 if not isinstance(error, ServerTimeoutError):
                     return error
-                # The server has the call, and serves it before any later one.
+                # The server has the call, and serves it before later calls.
                 failure = error
             released = replica.released ^ missing
             self._fleet.learn(replica, lambda now: replace(now, released=released))

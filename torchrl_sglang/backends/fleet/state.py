@@ -1,4 +1,4 @@
-"""``FleetState``: the immutable state of one engine's servers.
+"""``FleetState``: the immutable state of an engine's servers.
 
 Only :func:`.reconcile` makes the next state.
 """
@@ -25,7 +25,7 @@ from torchrl_sglang.support.checks import some_of
 
 @dataclass(frozen=True, kw_only=True)
 class FleetState:
-    """The condition of the servers of one engine."""
+    """The condition of an engine's servers."""
 
     replicas: tuple[Replica, ...]
     """The servers, in the order of their ranks. A removed server leaves a gap."""

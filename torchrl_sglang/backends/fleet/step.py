@@ -1,4 +1,4 @@
-"""State changes and actions of one event."""
+"""State changes and actions of an event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_sglang.backends.fleet.state import FleetState
 
 
 class Step:
-    """The state during one event, and its actions so far."""
+    """The state during an event, and its actions so far."""
 
     def __init__(self, state: FleetState, now: float) -> None:
         self.state = state

@@ -22,12 +22,12 @@ from functools import partial
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedWeights:
-    """The state of the weights at one moment."""
+    """The state of the weights at a moment."""
 
     version: str
     """Version of the current weights."""
     newest: str
-    """Newest version of weights or an adapter so far; no later one reuses it."""
+    """Newest version of weights or an adapter so far; no later version reuses it."""
     checkpoint_version: str | None
     """Version of the servers' first checkpoint; ``None``: unknown."""
     inconsistent: str | None = None
@@ -39,7 +39,7 @@ class ServedWeights:
     abort_epoch: int = 0
     """Number of aborts of in-flight requests, to be sent again."""
     membership_epoch: int = 0
-    """Grows when a server joins or leaves; a process group is valid for one epoch."""
+    """Grows when a server joins or leaves; a process group is valid for an epoch."""
     in_place_versions: frozenset[str] = frozenset()
     """Versions of in-flight requests continued on a stale KV cache."""
     clean_versions: frozenset[str] = frozenset()
@@ -138,7 +138,8 @@ class RequestGate:
 class WeightUpdate:
     """Reports the steps and the outcome of a weight update to the engine.
 
-    ``change`` replaces the engine's :class:`ServedWeights`; ``before`` is the last one.
+    ``change`` replaces the engine's :class:`ServedWeights`; ``before`` is the last
+    state.
     """
 
     def __init__(

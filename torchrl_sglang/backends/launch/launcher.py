@@ -46,7 +46,7 @@ ParallelStart = bool | Literal["staggered"] | None
 
 
 class Launcher(abc.ABC):
-    """Starts the servers of one engine. Each has a rank, from 0.
+    """Starts the servers of an engine. Each has a rank, from 0.
 
     ``torchrl_sglang.testing.launcher_contract`` has its contract tests.
     """
@@ -84,7 +84,7 @@ class Launcher(abc.ABC):
     def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
         """Makes places for more servers of the same kind, and starts none of them.
 
-        Copies of the engine discover them in the :attr:`directory`, if there is one.
+        Copies of the engine discover them in the :attr:`directory`, if any.
 
         Args:
             count: number of servers.
@@ -118,7 +118,7 @@ class Launcher(abc.ABC):
         Args:
             urls: of the servers.
             **arguments: ``policy``, ``api_key``, ``host``, the ``port`` of its earlier
-                start if there was one, and the ``router_args``.
+            start, if any, and the ``router_args``.
         """
         return RouterProcess(urls, **arguments)
 
@@ -224,7 +224,7 @@ def _wait_for_fewer(
     progress: Callable[[str], None],
     interval: float = PROGRESS_SECONDS,
 ) -> None:
-    """Waits until fewer than ``number`` servers are starting; removes ready ones."""
+    """Waits until fewer than ``number`` servers are starting; removes ready servers."""
     next_log = time.monotonic() + interval
     while len(starting) >= number:
         for server in list(starting):

@@ -107,7 +107,7 @@ def make_sglang_server(
             ``backends/launch/environment.py``.
         sglang_version: on CPU, the installed version to run.
         cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By default
-            it sees the visible GPUs of this process, and takes the first ones.
+            it sees the visible GPUs of this process, and takes the first of them.
         weight_loader: ``"traced"`` loads weight updates by copies traced once in the
             model's own loader; see :meth:`.AsyncSGLang.from_pretrained`. Defaults to
             ``"sglang"``.

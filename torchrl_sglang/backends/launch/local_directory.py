@@ -20,7 +20,7 @@ from torchrl_sglang.errors import ServerUnavailableError
 
 
 class LocalDirectory:
-    """Addresses of the servers of one engine in a file; see :class:`.Directory`."""
+    """Addresses of an engine's servers in a file; see :class:`.Directory`."""
 
     def __init__(self) -> None:
         name = f"torchrl_sglang_servers_{secrets.token_hex(8)}.json"

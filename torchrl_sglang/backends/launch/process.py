@@ -1,4 +1,4 @@
-"""One HTTP server process, its process tree and its log.
+"""An HTTP server process, its process tree and its log.
 
 A :class:`ServerProcess` belongs to the process that created it. Between it and the
 server runs ``watchdog.py``, which ends the whole tree on a request of the owner, or

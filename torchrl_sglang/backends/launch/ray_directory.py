@@ -17,7 +17,7 @@ from torchrl_sglang.errors import ServerUnavailableError
 
 
 class RayDirectory:
-    """Addresses of the servers of one engine in Ray; see :class:`.Directory`."""
+    """Addresses of an engine's servers in Ray; see :class:`.Directory`."""
 
     def __init__(self) -> None:
         import ray

@@ -1,6 +1,6 @@
 """ServerHost: the Ray actor of a server on its node.
 
-It does the work of a launcher on one machine: it checks the arguments, leases the
+It does the work of a launcher on its machine: it checks the arguments, leases the
 ports, starts the process tree with its watchdog and reads its log. The tree ends with
 the actor, which ends with the driver that created it, and with its node.
 
@@ -58,7 +58,7 @@ class StartedServer:
 
 
 class ServerHost:
-    """Runs one server on its node, or a node's part of one."""
+    """Runs a server on its node, or a node's part of a server."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -330,7 +330,7 @@ def connect(address: str | None = None, **options: Any) -> Any:
 
     Args:
         address: of the cluster, such as ``"10.0.0.1:6379"`` or ``"auto"``. By default
-            ``RAY_ADDRESS`` names it, or Ray starts one on this machine.
+            ``RAY_ADDRESS`` names it, or Ray starts a cluster on this machine.
         **options: further arguments of ``ray.init``.
 
     Raises:

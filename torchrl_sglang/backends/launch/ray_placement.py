@@ -1,6 +1,6 @@
 """Selection of placement-group bundles for each server.
 
-A server takes *seats* on each of its nodes: shares of a bundle, each held by one actor.
+A server takes *seats* on each of its nodes: shares of a bundle, each held by an actor.
 A placement group of the launcher has a bundle for each node of each server. In a user's
 group, bundles may hold a single GPU, and then a server takes several, all on one node.
 """
@@ -39,7 +39,7 @@ class Demand:
         return _shown({**self.resources, **gpus}) + suffix
 
     def as_bundle(self) -> dict[str, float]:
-        """Returns the bundle for one node of a server."""
+        """Returns the bundle for a node of a server."""
         if self.gpu_fraction < 1 and self.gpus > 1:
             raise ConfigurationError(
                 f"gpu_fraction={self.gpu_fraction!r} is for servers with one GPU, and "
@@ -72,7 +72,7 @@ class Bundle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """A share of a bundle for one actor."""
+    """A share of a bundle for an actor."""
 
     bundle: int
     """Index of the bundle in the placement group."""
@@ -187,7 +187,7 @@ def _fits(free: Mapping[str, float], resources: Mapping[str, float]) -> int:
 
 
 def _take(left: dict[str, float], resources: Mapping[str, float]) -> bool:
-    """Takes resources from the remaining ones; returns False if they do not fit."""
+    """Takes resources from the rest; returns False if they do not fit."""
     fits = _fits(left, resources) > 0
     for name, amount in resources.items() if fits else ():
         left[name] = left.get(name, 0.0) - amount

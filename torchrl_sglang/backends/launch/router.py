@@ -49,14 +49,14 @@ ROUTER_ARGUMENTS: Mapping[str, Any] = {
     "worker_startup_timeout_secs": 30,
     "worker_startup_check_interval": 1,
     "shutdown_grace_period_secs": 1,
-    # Samples of one prompt go to the same server, for its prefix cache; prompts with a
+    # Samples of a prompt go to the same server, for its prefix cache; prompts with a
     # common prefix, such as a system prompt, are spread out. With the router's own
     # values (0.3, 64, 1.5), 32 of the latter all go to one of two servers.
     "cache_threshold": 0.7,
     # A group is not split because a server is a few groups ahead.
     "balance_abs_threshold": 64,
     "balance_rel_threshold": 1.5,
-    # With "manual", new keys go to the server with the fewest keys; with "random", one
+    # With "manual", new keys go to the server with the fewest keys; with "random", a
     # server can get most of a few sessions.
     "assignment_mode": "min_group",
     "prometheus_host": "127.0.0.1",
@@ -151,7 +151,7 @@ class RouterProcess(ServerProcess, RouterClient):
 
     @property
     def keyed(self) -> bool:
-        """Whether the router keeps requests with one routing key together."""
+        """Whether the router keeps requests with equal routing keys together."""
         return self.policy in KEYED_POLICIES
 
     def _answers(self) -> bool:

@@ -344,7 +344,7 @@ def _check_memory_saver(python: str, environment: Mapping[str, str]) -> None:
 
 def read_flags(package: Path) -> Mapping[str, ServerFlag]:
     """Returns the flags of the ``sglang`` package in a folder; none: not readable."""
-    # Older versions define all flags in the first file, newer ones in the folder.
+    # Older versions define all flags in the first file, newer versions in the folder.
     files = [
         package / "srt" / "server_args.py",
         *sorted((package / "srt" / "arg_groups").rglob("*.py")),

@@ -28,7 +28,7 @@ TERM_GRACE_SECONDS = 0.5
 """Time from SIGTERM to SIGKILL. SGLang waits longer, and then kills its processes."""
 
 OPEN_FILES = 65_535
-"""Open files of the tree, if the machine allows it: each connection takes one, and a
+"""Open files of the tree, if the machine allows it: each connection takes a file, and a
 trainer has more than the usual 1,024 in flight. SGLang itself needs this number."""
 
 SHARED_MEMORY = "/dev/shm"
@@ -91,7 +91,7 @@ def is_alive(pid: int) -> bool:
 def processes_by_parent() -> dict[int, list[tuple[int, bool]]]:
     """Returns parent -> (process id, whether it lives) of all processes.
 
-    Dead ones are included: they can still have children.
+    Dead processes are included: they can still have children.
     """
     table: dict[int, list[tuple[int, bool]]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):

@@ -279,7 +279,7 @@ def _pair(
 
 
 def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list[str]:
-    """Returns the problems of one module's tensors."""
+    """Returns the problems of a module's tensors."""
     embedding = "embedding_A" in pair
     sides = ("embedding_A", "embedding_B") if embedding else ("A", "B")
     missing = [side for side in sides if side not in pair]

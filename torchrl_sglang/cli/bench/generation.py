@@ -204,7 +204,7 @@ def long_tailed(load: Load) -> list[int]:
 
 def raw_names(engine: AsyncSGLang) -> list[str]:
     """Returns the raw clients for responses of different lengths."""
-    # A router takes one set of parameters for a batch.
+    # A router takes a common set of parameters for a batch.
     direct = engine.server_url in engine.control.urls
     return ["raw_each", "raw"] if direct else ["raw_each"]
 

@@ -115,7 +115,7 @@ def _updates(
     gpus: int,
     **options: Any,
 ) -> tuple[list[SyncReport], list[int]]:
-    """Updates the weights repeatedly; returns reports, and the first one's memory."""
+    """Updates the weights repeatedly; returns reports, and the first's memory."""
     scheme = SGLangWeightSyncScheme(engine, **options)
     try:
         sender = scheme.create_sender()

@@ -59,7 +59,7 @@ def install(
         prefix: folder of the environment.
         versions: further versions of SGLang, out of ``cpu.VERSIONS``.
         with_torch: ``False`` leaves torch to a later call, when the trainer may have a
-            shareable one.
+        shareable torch.
 
     Raises:
         ConfigurationError: if a version is unknown, or the folder is something else.

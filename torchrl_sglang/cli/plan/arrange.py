@@ -186,7 +186,7 @@ def _rank_numbers(cluster: Cluster, work: Workload, tokens: int) -> list[int]:
 
     Half of the GPUs, as both sides took about the same time in measurements; but no
     more than have a full pass of each batch. Then more, for their memory, then fewer.
-    On several machines, trainer and servers have whole ones.
+    On several machines, trainer and servers have whole machines.
     """
     unit = cluster.per_node if cluster.nodes > 1 else 1
     powers = [unit * 2**n for n in range(11) if unit * 2**n < cluster.gpus]
@@ -217,7 +217,7 @@ def _separate(
             shape, tp_size=size, memory=cluster.memory, share=SERVER_SHARE
         )
         if _holds_a_group(server, work):
-            # A server's GPUs are on one machine.
+            # A server's GPUs are on the same machine.
             nodes, extra = divmod(free, cluster.per_node)
             replicas = nodes * (cluster.per_node // size) + extra // size
             fitting.append(
@@ -383,7 +383,7 @@ def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
         break
     wider = replace(work, groups_per_batch=-(-cluster.gpus // work.group_size))
     if work.responses < cluster.gpus:
-        # A rank of the trainer has at least one response of each batch.
+        # A rank of the trainer has a response of each batch, or more.
         for option in _candidates(shape, cluster, wider, None, None, None):
             yield (
                 f"Batches of {wider.responses} responses (--groups-per-batch "

@@ -57,8 +57,8 @@ class Workload:
     """Whether the backward pass recomputes activations."""
 
     packed: bool = True
-    """Whether responses go through the model in one row without padding, if the model
-    allows it."""
+    """Whether responses go through the model in a common row without padding, if the
+    model allows it."""
 
     @property
     def responses(self) -> int:

@@ -27,7 +27,7 @@ _RUN: contextvars.ContextVar[_SampleRun] = contextvars.ContextVar("inspect_run")
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _SampleRun:
-    """One run of a sample in a session."""
+    """A run of a sample in a session."""
 
     sample: Any
     """The sample of Inspect."""
@@ -43,10 +43,10 @@ class InspectAgent:
     """A task of Inspect as an agent, with its dataset, solver, tools and scorers.
 
     A task here is a sample of the task's dataset. Inspect runs its solver with the
-    gateway as the model, in its sandbox if it has one, and scores it. All samples are
-    parts of a common evaluation of Inspect in a thread, which begins with the first
-    sample and ends with :meth:`close`; a process can have one evaluation at a time. It
-    has no progress bars unless ``INSPECT_DISPLAY`` is set.
+    gateway as the model, in its sandbox, if any, and scores it. All samples are parts
+    of a common evaluation of Inspect in a thread, which begins with the first sample
+    and ends with :meth:`close`; a process can have one evaluation at a time. It has no
+    progress bars unless ``INSPECT_DISPLAY`` is set.
 
     It needs an Inspect with ``SampleSource``, as 0.3.285; extra ``inspect``.
 

@@ -239,7 +239,7 @@ def _keeps_all(given: Any) -> bool:
 
 
 class MessageWriter(Writer):
-    """Formats the answers to one request.
+    """Formats the answers to a request.
 
     Args:
         request: request of a client.

@@ -129,7 +129,7 @@ def _assistant(name: str, blocks: Sequence[Any]) -> Message:
 
 
 def without_deferred(tools: Any, messages: Sequence[Any]) -> Any:
-    """Returns the tools except deferred ones without a reference so far.
+    """Returns the tools except deferred tools without a reference so far.
 
     Clients send all tools with each request, and let the model search for tools with
     ``defer_loading``: it knows a tool after the ``tool_reference`` of a result, or

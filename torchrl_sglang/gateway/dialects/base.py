@@ -31,7 +31,7 @@ class AnswerInfo:
 
 
 class Writer(abc.ABC):
-    """Formats the answers to one request.
+    """Formats the answers to a request.
 
     A stream has the events of :meth:`begin`, of :meth:`grow` for each growth of the
     stable prefix, and of :meth:`events` for the remaining part. A dialect may omit the

@@ -314,7 +314,7 @@ KIND = "text_completion"
 
 
 class CompletionWriter(Writer):
-    """Formats the answers to one request.
+    """Formats the answers to a request.
 
     Args:
         request: request of a client.

@@ -1,4 +1,4 @@
-"""Containers of Docker or Podman, each for one run of a program."""
+"""Containers of Docker or Podman, each for a run of a program."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Container:
     image: str
     """Image, which has to be present: nothing is pulled."""
     runtime: str | None = None
-    """``"docker"`` or ``"podman"``; by default the first one installed."""
+    """``"docker"`` or ``"podman"``; by default the first installed."""
     network: str = "host"
     """Network. ``"host"``, the default, is the machine's own, where a gateway on
     127.0.0.1 is directly reachable."""

@@ -54,7 +54,7 @@ def engine_python(
     """Returns the interpreter of the engine environment.
 
     Args:
-        version: one of :data:`VERSIONS`. Defaults to :data:`DEFAULT_VERSION`.
+        version: a member of :data:`VERSIONS`. Defaults to :data:`DEFAULT_VERSION`.
         python: an interpreter with SGLang, instead of the one from
             :data:`INSTALL_COMMAND`.
 

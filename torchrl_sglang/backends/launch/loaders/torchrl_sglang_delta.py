@@ -35,7 +35,7 @@ STATE = "torchrl_sglang_delta.state"
 """Name under which a server reports the state of updates."""
 
 PAYLOAD = "torchrl_sglang_delta"
-"""Name of the tensor with a message: one byte per element."""
+"""Name of the tensor with a message: a byte per element."""
 
 MAGIC = b"TSDELTA1"
 DIGEST_BYTES = 32
@@ -62,7 +62,7 @@ _logger = logging.getLogger(__name__)
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Receives one message of an update; raises nothing."""
+    """Receives a message of an update; raises nothing."""
     state_of(model).receive(dict(named_tensors).get(PAYLOAD))
 
 
@@ -86,7 +86,7 @@ def state_of(model: Any) -> UpdateState:
 
 
 class UpdateState:
-    """Update state of one model, on one rank."""
+    """Update state of a model, on a rank."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -355,7 +355,7 @@ class PlaceRecorder(TorchDispatchMode):
     ) -> None:
         parameter = self._targets.get(target.untyped_storage().data_ptr())
         fits = part.shape == target.shape and part.dtype == target.dtype
-        # Greatest stride first, without sides of one element.
+        # Greatest stride first, without sides of a single element.
         sides = sorted(
             (-source, size, target_stride)
             for source, size, target_stride in zip(

@@ -9,7 +9,7 @@ mode records its copies between tensor views and parameter views, and suppresses
 So each rank finds its own shard. Later updates repeat only these copies. A loader with
 computations cannot be traced, and still runs ``load_weights`` for every update.
 
-A request holds one entry: a JSON text in the place of a name, and a tensor of bytes. An
+A request holds an entry: a JSON text in the place of a name, and a tensor of bytes. An
 exception here would end the server, so errors are stored, and reported by
 ``/get_weights_by_name`` under a name with the prefix :data:`QUESTION`.
 """
@@ -39,8 +39,8 @@ QUESTION = "torchrl_sglang_loader"
 """Prefix of queries of this module, instead of parameters."""
 
 LARGE_BYTES = 8 << 20
-"""Smaller runs of memory are copied by one kernel for many, at 0.63 of the speed of a
-copy, whose start takes 6 µs."""
+"""Smaller runs of memory are copied by a common kernel, at 0.63 of the speed of a copy,
+whose start takes 6 µs."""
 
 aten = torch.ops.aten
 
@@ -204,7 +204,7 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UntraceableError(f"it writes twice to the destination of {name}")
         self._written.add(key)
         if step.fill is None and target.is_contiguous():
-            # One contiguous copy is fastest.
+            # A contiguous copy is fastest.
             packed = torch.empty(step.size, device="meta").stride()
             if step.stride == packed:
                 step.target = target.view(-1)
@@ -266,7 +266,7 @@ class OpenMemory:
 
 @dataclass(slots=True, eq=False)
 class LoaderState:
-    """Loader state of one model."""
+    """Loader state of a model."""
 
     plans: dict[Spec, Plan] = field(default_factory=dict)
     """Copies of the traced tensors."""
@@ -308,7 +308,7 @@ STATES: weakref.WeakKeyDictionary[Any, LoaderState] = weakref.WeakKeyDictionary(
 
 
 def load(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
-    """Executes one request; SGLang calls it in each rank."""
+    """Executes a request; SGLang calls it in each rank."""
     state = STATES.get(model)
     if state is None:
         state = STATES[model] = LoaderState()
@@ -490,7 +490,7 @@ def join_steps(
 
 
 def _follows(tensor: torch.Tensor, previous: torch.Tensor) -> bool:
-    """Returns whether a flat tensor begins where the previous one ends."""
+    """Returns whether a flat tensor begins at the end of the previous tensor."""
     return (
         tensor.dtype == previous.dtype
         and tensor.untyped_storage()._cdata == previous.untyped_storage()._cdata

@@ -71,7 +71,7 @@ def _events_of(item: Mapping[str, Any]) -> _TextEvents:
 
 
 class EventStream:
-    """Events of one response, in OpenAI's order, with their numbers.
+    """Events of a response, in OpenAI's order, with their numbers.
 
     Args:
         head: the response without output.

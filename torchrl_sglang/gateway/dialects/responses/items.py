@@ -1,7 +1,7 @@
 """Conversion between items of ``/v1/responses`` and messages.
 
 An assistant's message has up to three kinds of items: reasoning, text and calls. Items
-of one message are consecutive, or share an id.
+of a message are consecutive, or share an id.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ class _ItemReader:
             )
         self._seen.add(str(reference))
         if name and name in self._answers:
-            # Results may stand between the calls of one answer.
+            # Results may stand between the calls of an answer.
             return self._answers[name]
         message = self._open
         if (

@@ -192,7 +192,7 @@ def _messages(given: dict[str, Any], recall: Recall) -> list[Message]:
 def _chosen(
     given: dict[str, Any], tools: OfferedTools
 ) -> tuple[list[Mapping[str, Any]], ToolChoice]:
-    """Returns the tools in the prompt, and the allowed ones among them."""
+    """Returns the tools in the prompt, and the allowed tools among them."""
     requested = _as_function(given.pop("tool_choice", None))
     parallel = given.pop("parallel_tool_calls", True) is not False
     declared = [] if requested == "none" else tools.declared

@@ -49,7 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class ResponseWriter(Writer):
-    """Formats the answers to one request.
+    """Formats the answers to a request.
 
     Args:
         request: request of a client.
