@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from torchrl_sglang import GRPO, AsyncLLMCollector
+from torchrl_sglang import GRPO
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.trainers.deterministic import WORKSPACE, deterministic_algorithms
 
@@ -67,31 +67,25 @@ def test_running_servers_that_ignore_seeds_are_refused(make, engine):
 
 
 @pytest.mark.filterwarnings("ignore:temperature=0")
-def test_torch_is_deterministic_for_the_run_only(make, restored_engine, monkeypatch):
+def test_torch_is_deterministic_for_the_run_only(make, restored_engine):
     during = []
 
     def reward(conversation, task):
         during.append(torch.are_deterministic_algorithms_enabled())
         return float(conversation.sample)
 
-    made = []
-    init = AsyncLLMCollector.__init__
-
-    def recorded(self, *args, **kwargs):
-        made.append(kwargs)
-        init(self, *args, **kwargs)
-
-    monkeypatch.setattr(AsyncLLMCollector, "__init__", recorded)
     # Greedy: a server on CPU takes no seeds.
-    make(
+    with make(
         engine=restored_engine,
         rewards=reward,
         generate_kwargs={"max_new_tokens": 6, "temperature": 0.0},
         seed=5,
-    ).train()
+    ) as run:
+        run.train()
+        assert run.collector.deterministic
+        assert run.collector.state_dict()["seed"] == 5
     assert during
     assert all(during)
-    assert [(each["deterministic"], each["seed"]) for each in made] == [(True, 5)]
     assert not torch.are_deterministic_algorithms_enabled()
 
 

@@ -24,8 +24,8 @@ def folder(tmp_path):
 
 
 @contextmanager
-def serving(folder):
-    with ViewerServer(Viewer([Recording.find(folder)]), 0) as server:
+def serving(folder, kind=Recording):
+    with ViewerServer(Viewer([kind.find(folder)]), 0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:
@@ -85,12 +85,13 @@ def test_a_page_of_another_site_is_refused(folder):
         assert "<title>" in get(url, Host="localhost:1")
 
 
-def test_a_viewer_that_fails_says_where_to_look(folder, monkeypatch, capsys):
-    def fails(self):
+class Broken(Recording):
+    def refresh(self):
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(Recording, "refresh", fails)
-    with serving(folder) as url:
+
+def test_a_viewer_that_fails_says_where_to_look(folder, capsys):
+    with serving(folder, Broken) as url:
         code, text = refusal(f"{url}data.json")
     assert (code, text) == (500, "The viewer failed; its terminal says why.")
     assert "a mistake" in capsys.readouterr().err
