@@ -73,8 +73,13 @@ def imports(path: Path) -> list[tuple[str, bool]]:
     return list(_imports(path))
 
 
+@functools.cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def _imports(path: Path) -> Iterator[tuple[str, bool]]:
-    tree = ast.parse(path.read_text())
+    tree = parse(path)
     inner = {
         id(node)
         for function in ast.walk(tree)
@@ -220,7 +225,7 @@ def test_each_class_has_a_name_of_its_own():
     """Nobody has to look up which ``Response`` or ``_Call`` of several is meant."""
     found: dict[str, list[str]] = {}
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(str(path))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
@@ -381,7 +386,7 @@ def test_nothing_is_unpickled():
     for name in WRITES_PICKLES:
         used = {
             node.attr
-            for node in ast.walk(ast.parse((ROOT / name).read_text()))
+            for node in ast.walk(parse(ROOT / name))
             if isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
             and node.value.id == "pickle"

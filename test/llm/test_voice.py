@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,13 @@ from pathlib import Path
 import torchrl_sglang
 
 ROOT = Path(torchrl_sglang.__file__).parent
-TREES = {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Returns the syntax tree of each file of the package."""
+    return {path: ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
 
 RIDDLES = re.compile(r"(?i)\b(what|told|those of|that of|whoever|whichever)\b")
 """A summary line names the noun instead: it is read in lists of search results."""
@@ -55,7 +62,7 @@ def _folder(path: Path) -> str:
 
 def _riddles() -> Iterator[tuple[str, str]]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, kinds):
                 summary = (ast.get_docstring(node) or "").split("\n")[0]
@@ -65,7 +72,7 @@ def _riddles() -> Iterator[tuple[str, str]]:
 
 
 def _vague_names() -> Iterator[tuple[str, str]]:
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             match node:
                 case ast.Name(name, ast.Store()) if VAGUE_NAMES.fullmatch(name):

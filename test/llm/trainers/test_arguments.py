@@ -298,14 +298,9 @@ def test_names_of_other_libraries_are_refused_with_their_counterparts():
     ]:
         with pytest.raises(ConfigurationError) as caught:
             kind(**{name: 1})
-        message, begin = (
-            str(caught.value),
-            f"{kind.__name__} has no argument {name!r}. ",
-        )
-        if (
-            not message.startswith(begin)
-            or f"'s {name} is {counterpart}" not in message
-        ):
+        message = str(caught.value)
+        begins = message.startswith(f"{kind.__name__} has no argument {name!r}. ")
+        if not begins or f"'s {name} is {counterpart}" not in message:
             offenders.append((kind, name, message))
     assert offenders == []
 
