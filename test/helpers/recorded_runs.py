@@ -6,20 +6,27 @@ import random
 from pathlib import Path
 
 import torchrl_sglang
-from torchrl_sglang.recording.format import Bounds, write_manifest
-from torchrl_sglang.recording.records import (
-    GroupRecord,
+from torchrl_sglang.observer import (
+    GroupEnded,
+    GroupStarted,
     ResponseRecord,
     TurnRecord,
-    summary_of,
-    texts_of,
 )
+from torchrl_sglang.recording.format import Bounds, write_manifest
+from torchrl_sglang.recording.records import row_key, summary_of, texts_of
 from torchrl_sglang.recording.writer import Files
 from torchrl_sglang.types import Completion
 
 BEGAN = 1_700_000_000.0
 BOUNDS = Bounds(max_bytes=2**40, sample=1.0, prompts=True, responses=True)
 WORDS = ["The ", "answer ", "is ", "forty", "-two", ".", "\n", "<script>", "é", "→"]
+
+
+class Words:
+    """A tokenizer."""
+
+    def decode(self, ids):
+        return "".join(f"<{each}>" for each in ids)
 
 
 def make_turn(rng, number, tokens, version, *, parent=None, branch="", messages=None):
@@ -38,8 +45,8 @@ def make_turn(rng, number, tokens, version, *, parent=None, branch="", messages=
         number=number,
         parent=parent,
         branch=branch,
-        began=BEGAN + number,
-        ended=BEGAN + number + 0.5,
+        start=BEGAN + number,
+        end=BEGAN + number + 0.5,
     )
 
 
@@ -63,20 +70,28 @@ def make_group(rng, number, size, began, version, *, tokens=None, turns=1):
         responses.append(
             ResponseRecord(
                 turns=made,
-                keys=[f"{number:x}-{sample}-{place}" for place in range(turns)],
+                rows=[[[number, sample, place]] for place in range(turns)],
                 reward=right,
                 rewards={"right": right, "short": -0.01 * made[0].prompt_tokens},
             )
         )
-    return GroupRecord(
-        id=number,
-        position=number - 1,
-        began=began,
-        ended=began + 1.0 + rng.random(),
-        status="complete",
+    group = GroupStarted(id=number, position=number - 1, start=began, version=version)
+    return GroupEnded(
+        group=group,
+        end=began + 1.0 + rng.random(),
         versions=(version, version),
-        responses=responses,
+        responses=lambda: responses,
+        tokens=0,
+        tokenizer=Words(),
     )
+
+
+class WrittenGroup:
+    """A group of a recording."""
+
+    def __init__(self, event):
+        self.id, self.began = event.group.id, event.group.start
+        self.ended, self.responses = event.end, event.responses()
 
 
 class Recorded:
@@ -99,7 +114,7 @@ class Recorded:
         self.rng = random.Random(seed)
         self.time = BEGAN
         self.number = self.batch = 0
-        self.written: list[GroupRecord] = []
+        self.written: list[WrittenGroup] = []
         self.event("start", pid=1)
         pieces = {str(token): text for token, text in enumerate(WORDS)}
         self.files.append("vocabulary", {"pieces": pieces})
@@ -114,7 +129,7 @@ class Recorded:
         made = []
         for _ in range(self.per_batch):
             self.number += 1
-            group = make_group(
+            ended = make_group(
                 self.rng,
                 self.number,
                 self.size,
@@ -123,25 +138,32 @@ class Recorded:
                 tokens=tokens,
                 turns=turns,
             )
+            group, responses = ended.group, ended.responses()
             self.event("began", began, id=group.id, position=group.position)
-            summary = summary_of(group, BOUNDS)
+            summary = summary_of(ended, responses, BOUNDS)
             if self.texts:
-                place = self.files.append("texts", texts_of(group, BOUNDS))
+                texts = texts_of(group.id, responses, BOUNDS)
+                place = self.files.append("texts", texts)
                 summary["texts"] = [place.file, place.offset, place.length]
             self.files.append("groups", summary)
-            made.append(group)
-        self.written += made
+            made.append(ended)
+        self.written += [WrittenGroup(ended) for ended in made]
         self._poll(began, 3)
         self.time = began + 2.5
         self.event("phase", name="wait", span=[began, self.time])
         self.batch += 1
-        ids = [group.id for group in made]
+        ids = [ended.group.id for ended in made]
         self.event("batch", number=self.batch, version=self.batch - 1, ids=ids)
         rows = [
-            {"key": key, "advantage": 0.5, "kl": 0.001, "gap": 0.01 * group.id}
-            for group in made
-            for each in group.responses
-            for key in each.keys
+            {
+                "key": row_key(row),
+                "advantage": 0.5,
+                "kl": 0.001,
+                "gap": 0.01 * ended.group.id,
+            }
+            for ended in made
+            for each in ended.responses()
+            for (row,) in each.rows
         ]
         self.event("trained", step=self.batch, rows=rows)
         self.event(

@@ -29,10 +29,7 @@ from torchrl_sglang.collectors.options import OnOtherSender, check_options
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
-from torchrl_sglang.collectors.runtime.group_life import (
-    GroupLife,
-    collector_figures,
-)
+from torchrl_sglang.collectors.runtime.group_events import GroupEvents, figures_of
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.scheduling.admission import Limits
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
@@ -54,9 +51,14 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.gateway.agents import Agent
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.observer import (
+    CollectorStarted,
+    Publisher,
+    Subscriber,
+    WeightsUpdated,
+)
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import check_policy
-from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.requests.seeds import SampleSeeds
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count, check_flag, refuse_unknown
@@ -201,7 +203,8 @@ class AsyncLLMCollector(GroupCollector):
         num_threads (int): most threads for functions that are not coroutines. Defaults
             to 16.
         recorder (RunRecorder, optional): records the life of each group, weight
-            updates, servers and batches. By default nothing is recorded.
+            updates, servers and batches; or another function of an event of
+            :mod:`torchrl_sglang.observer`. Defaults to None.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -258,7 +261,7 @@ class AsyncLLMCollector(GroupCollector):
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         timeouts: CollectorTimeouts | None = None,
         num_threads: int = 16,
-        recorder: RunRecorder | None = None,
+        recorder: Subscriber | None = None,
     ) -> None:
         super().__init__()
         check_options(
@@ -333,8 +336,8 @@ class AsyncLLMCollector(GroupCollector):
             agent=agent,
             gateway=gateway,
         )
-        self._recorder = recorder
-        life = GroupLife(recorder, policy.tokenizer)
+        self._publish = Publisher(recorder)
+        events = GroupEvents(self._publish, policy.tokenizer)
         self._collection = Collection(
             GroupPool(
                 limits,
@@ -342,7 +345,7 @@ class AsyncLLMCollector(GroupCollector):
                 total=total_groups,
                 on_close=self._prompts.done,
                 in_order=deterministic,
-                on_stale_group=life.stale,
+                on_stale_group=events.stale,
             ),
             self._prompts,
             groups,
@@ -351,7 +354,7 @@ class AsyncLLMCollector(GroupCollector):
             engine_seconds=self.timeouts.engine,
             keeps=make_filter(keep_group, of_agents=agent is not None),
             asleep=lambda: policy.model.asleep,
-            life=life,
+            events=events,
         )
         columns = getattr(prompts, "column_names", None)
         if isinstance(columns, list):
@@ -373,9 +376,8 @@ class AsyncLLMCollector(GroupCollector):
         self._finalizer = weakref.finalize(self, self._collection.stop)
         for scheme in schemes.values():
             attach_weight_sync(self, scheme)
-        if recorder is not None:
-            recorder.watch(policy.model)
-            recorder.watch_figures("collector", collector_figures(self._collection))
+        read = figures_of(self._collection)
+        self._publish(CollectorStarted(engine=policy.model, read=read))
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yields batches, or ``None`` for each one that was written to the buffer.
@@ -516,8 +518,7 @@ class AsyncLLMCollector(GroupCollector):
         served = report.version if report is not None and report.version else None
         self._versions.add(served or self.policy.model.weight_version)
         self._set_version()
-        if self._recorder is not None:
-            self._recorder.updated(report, self.policy_version)
+        self._publish(WeightsUpdated(version=self.policy_version, report=report))
 
     def _served_next(self, served: str) -> None:
         """Takes a version for that of the next update's weights."""
@@ -528,8 +529,7 @@ class AsyncLLMCollector(GroupCollector):
         self._versions.fail(generated=generated)
         if generated:
             self._set_version()
-            if self._recorder is not None:
-                self._recorder.updated(None, self.policy_version)
+            self._publish(WeightsUpdated(version=self.policy_version, report=None))
 
     def _served_again(self, served: str) -> None:
         """Takes another version of the servers for the current weights."""

@@ -9,7 +9,7 @@ from torchrl_sglang.collectors.scheduling.group_pool import OnStale
 from torchrl_sglang.collectors.scheduling.priority import RequestOrder
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.recording.recorder import check_recorder
+from torchrl_sglang.observer import check_recorder
 from torchrl_sglang.support.checks import check_choice, check_count, check_flag
 from torchrl_sglang.support.user_code import refuse_coroutine
 

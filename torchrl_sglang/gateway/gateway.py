@@ -22,14 +22,14 @@ from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
 from torchrl_sglang.gateway.options import ServingOptions, SessionLimits
 from torchrl_sglang.gateway.reading import ToolChoiceMode
-from torchrl_sglang.gateway.recorded import tell_session
+from torchrl_sglang.gateway.recorded import publish_session
 from torchrl_sglang.gateway.responder import Responder, prompt_threads
 from torchrl_sglang.gateway.routes.app import make_app
 from torchrl_sglang.gateway.runner import Runner
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.turns import Turn
-from torchrl_sglang.recording.recorder import RunRecorder, check_recorder
+from torchrl_sglang.observer import Publisher, Subscriber, check_recorder
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import (
     TokenColumn,
@@ -183,7 +183,7 @@ class Gateway(Responder):
         trained: str | Callable[[Turn], bool] | None = None,
         discount: float = 1.0,
         path: str | Path | None = None,
-        recorder: RunRecorder | None = None,
+        recorder: Subscriber | None = None,
     ) -> None:
         if isinstance(engine, (str, os.PathLike)):
             raise ConfigurationError(
@@ -232,7 +232,7 @@ class Gateway(Responder):
         )
         self._is_trained = trained_rule(trained)
         self._discount = check_discount(discount)
-        self._recorder = check_recorder(recorder)
+        self._publish = Publisher(check_recorder(recorder))
         super().__init__(engine, options)
         self.engine = engine
         self.client_timeouts = ClientTimeouts()
@@ -294,7 +294,7 @@ class Gateway(Responder):
         self._threads.shutdown(wait=False, cancel_futures=True)
         for session in self.sessions:
             self._record(session)
-        self._recorder = None
+        self._publish = Publisher()
         if self._store is not None:
             self._store.close()
             self._store = self._keeper.store = None
@@ -388,9 +388,9 @@ class Gateway(Responder):
         self._record(session)
 
     def _record(self, session: Session) -> None:
-        """Has a session recorded, which takes no more turns."""
-        if self._recorder is not None:
-            tell_session(self._recorder, session, self._template.tokenizer)
+        """Publishes a session that takes no more turns."""
+        if self._publish:
+            publish_session(self._publish, session, self._template.tokenizer)
 
     def set_reward(
         self,

@@ -1,17 +1,17 @@
-"""What a recorder writes of a session."""
+"""Publishes a session that takes no more turns."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from torchrl_sglang.gateway.session import Session
-from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.recording.records import (
-    GroupRecord,
+from torchrl_sglang.observer import (
+    GROUP_IDS,
+    GroupEnded,
+    GroupStarted,
+    Publisher,
     ResponseRecord,
     TurnRecord,
-    row_key,
 )
 from torchrl_sglang.types import Completion
 
@@ -20,7 +20,7 @@ Spans = Callable[[Completion], Iterable[tuple[int, int]]]
 
 
 def record_session(session: Session, spans: Spans) -> ResponseRecord:
-    """Returns what is written of a session: its tree of turns."""
+    """Returns the tree of turns of a session."""
     paths = session.trajectories()
     values = [path.reward for path in paths if path.reward is not None]
     return ResponseRecord(
@@ -35,40 +35,38 @@ def record_session(session: Session, spans: Spans) -> ResponseRecord:
                 number=turn.number,
                 parent=turn.prompt.parent,
                 branch="" if turn.branch is None else turn.branch.text,
-                ended=turn.created,
+                end=turn.created,
                 reward=turn.reward,
                 is_trained=session.is_trained(turn),
             )
             for turn in session.turns
         ],
-        keys=[row_key(path.token_ids) for path in paths],
+        rows=[[path.token_ids] for path in paths],
         reward=sum(values) / len(values) if values else None,
     )
 
 
-def tell_session(recorder: RunRecorder, session: Session, tokenizer: object) -> None:
-    """Has a session written that takes no more turns; one without any is not."""
+def publish_session(publish: Publisher, session: Session, tokenizer: object) -> None:
+    """Publishes a session that takes no more turns, unless it has none."""
     if not session.turns:
         return
-    number, ended = recorder.next_id(), time.time()
-    snapshot = session.snapshot()
-
-    def make() -> GroupRecord:
-        record = record_session(snapshot, served_spans)
-        versions = [version for turn in record.turns for version, _ in turn.spans]
-        return GroupRecord(
-            id=number,
-            position=number,
-            name=snapshot.name,
-            began=snapshot.created,
-            ended=ended,
+    snapshot, number = session.snapshot(), next(GROUP_IDS)
+    group = GroupStarted(
+        id=number, position=number, name=snapshot.name, start=snapshot.created
+    )
+    publish(group)
+    spans = (span for turn in snapshot.turns for span in served_spans(turn.completion))
+    versions = [version for version, _ in spans]
+    publish(
+        GroupEnded(
+            group=group,
+            responses=lambda: [record_session(snapshot, served_spans)],
+            tokens=snapshot.num_tokens,
+            tokenizer=tokenizer,
+            versions=(min(versions), max(versions)),
             status="session",
-            versions=(min(versions, default=0), max(versions, default=0)),
-            responses=[record],
         )
-
-    recorder.event("began", id=number, position=number)
-    recorder.group(make, tokenizer, 1 + snapshot.num_tokens)
+    )
 
 
 def served_spans(completion: Completion) -> list[tuple[int, int]]:

@@ -17,10 +17,20 @@ import msgspec
 import numpy as np
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.observer import (
+    CollectorStarted,
+    Event,
+    GroupEnded,
+    GroupFailed,
+    GroupsTaken,
+    GroupStale,
+    GroupStarted,
+    PhaseEnded,
+    WeightsUpdated,
+)
 from torchrl_sglang.recording.format import Bounds, pack, write_manifest
 from torchrl_sglang.recording.poll import ServerPoll
 from torchrl_sglang.recording.records import (
-    GroupRecord,
     Scores,
     mismatch_of,
     row_key,
@@ -118,7 +128,6 @@ class RunRecorder:
         self._writer = RecordWriter(files, str(self.folder))
         self._poll = ServerPoll(self._writer, seconds)
         self._tokens = _TokenStrips(self._bounds)
-        self._groups = 0
         # Dropping it writes what is queued, and ends its threads.
         self._finalizer = weakref.finalize(self, _end, self._poll, self._writer)
         self.event("start", pid=os.getpid())
@@ -225,62 +234,32 @@ class RunRecorder:
         """Records what the servers of an engine do, until :meth:`close`."""
         self._poll.watch_engine(engine)
 
-    # What collectors and gateways call.
-
-    def watch_figures(
-        self, kind: str, read: Callable[[], Mapping[str, Any] | None]
-    ) -> None:
-        """Records what a function returns, at the interval of servers, until None."""
-        self._poll.watch(kind, read)
-
     def event(self, kind: str, **values: Any) -> None:
-        """Records something that happened now."""
+        """Records an event of now."""
         record = {"kind": kind, "time": time.time(), **values}
         self._writer.put(_EventJob(record))
 
-    def next_id(self) -> int:
-        """Returns the number of a new group; called in one thread."""
-        self._groups += 1
-        return self._groups
-
-    def updated(self, report: SyncReport | None, version: int) -> None:
-        """Records a weight update that has just ended; without report: failed."""
-        if report is None:
-            self.event("update", version=version)
-            return
-        self.event(
-            "update",
-            version=version,
-            served=report.version,
-            transport=report.transport,
-            seconds=report.seconds,
-            bytes=report.num_bytes,
-            tensors=report.num_tensors,
-            phases=dict(report.phase_seconds),
-        )
-
-    def group(self, make: Callable[[], GroupRecord], tokenizer: Any, cost: int) -> None:
-        """Records a group.
-
-        Args:
-            make: returns it; called in the writer's thread.
-            tokenizer: tells the texts of its tokens.
-            cost: number of its tokens.
-        """
-        self._writer.put(_GroupJob(self._tokens, make, tokenizer), cost)
-
-
-def check_recorder(recorder: Any) -> RunRecorder | None:
-    """Returns an argument ``recorder``.
-
-    Raises:
-        ConfigurationError: if it is something else.
-    """
-    if recorder is None or isinstance(recorder, RunRecorder):
-        return recorder
-    raise ConfigurationError(
-        f"recorder must be a RunRecorder, got {recorder!r}; give RunRecorder(folder)."
-    )
+    def __call__(self, event: Event) -> None:
+        """Records an event of a collector or a gateway."""
+        match event:
+            case GroupStarted():
+                self.event("began", id=event.id, position=event.position)
+            case GroupEnded():
+                self._writer.put(_GroupJob(self._tokens, event), 1 + event.tokens)
+            case GroupFailed(group=group, error=error, retried=retried):
+                self.event("failed", id=group.id, error=error[:500], retried=retried)
+            case GroupStale():
+                self.event("stale", id=event.group.id)
+            case GroupsTaken(number=number, version=version, groups=groups):
+                ids = [group.id for group in groups]
+                self.event("batch", number=number, version=version, ids=ids)
+            case WeightsUpdated():
+                self.event("update", version=event.version, **_sync_of(event.report))
+            case PhaseEnded():
+                self.add_phase(event.name, event.start, event.end)
+            case CollectorStarted():
+                self.watch(event.engine)
+                self._poll.watch("collector", event.read)
 
 
 class _TokenStrips:
@@ -291,17 +270,15 @@ class _TokenStrips:
         self._file = ""
         self._forget()
 
-    def write(
-        self, make: Callable[[], GroupRecord], tokenizer: Any, files: Files
-    ) -> None:
-        group = make()
-        summary = summary_of(group, self._bounds)
-        # Evenly spread, and the same ones in each run.
-        share = self._bounds.sample
-        if int(group.id * share) > int((group.id - 1) * share):
-            texts = texts_of(group, self._bounds)
+    def write(self, event: GroupEnded, files: Files) -> None:
+        responses = event.responses()
+        summary = summary_of(event, responses, self._bounds)
+        # Evenly spread.
+        number, share = event.group.id, self._bounds.sample
+        if int(number * share) > int((number - 1) * share):
+            texts = texts_of(number, responses, self._bounds)
             if self._bounds.responses:
-                self._write_vocabulary(texts, tokenizer, files)
+                self._write_vocabulary(texts, event.tokenizer, files)
             place = files.append("texts", texts)
             summary["texts"] = [place.file, place.offset, place.length]
         files.append("groups", summary)
@@ -364,12 +341,25 @@ class _EventJob(msgspec.Struct, frozen=True, gc=False):
 class _GroupJob(msgspec.Struct, frozen=True, gc=False):
     """Writes a group."""
 
-    tokens: _TokenStrips
-    make: Callable[[], GroupRecord]
-    tokenizer: Any
+    strips: _TokenStrips
+    event: GroupEnded
 
     def __call__(self, files: Files) -> None:
-        self.tokens.write(self.make, self.tokenizer, files)
+        self.strips.write(self.event, files)
+
+
+def _sync_of(report: SyncReport | None) -> dict[str, Any]:
+    """Returns the recorded fields of a report of a weight update."""
+    if report is None:
+        return {}
+    return {
+        "served": report.version,
+        "transport": report.transport,
+        "seconds": report.seconds,
+        "bytes": report.num_bytes,
+        "tensors": report.num_tensors,
+        "phases": dict(report.phase_seconds),
+    }
 
 
 def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> None:

@@ -1,8 +1,4 @@
-"""What a recording holds of a group, and the lines that it is written as. Pure.
-
-There are many of these objects, and a thread of the run makes them: msgspec's take a
-quarter of the time of dataclasses, and the garbage collector does not visit them.
-"""
+"""Lines of a recording, made of the events of groups. Pure."""
 
 from __future__ import annotations
 
@@ -14,80 +10,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from torchrl_sglang.observer import GroupEnded, ResponseRecord, TurnRecord
 from torchrl_sglang.recording.format import Bounds, pack
-from torchrl_sglang.types import Completion
 
 PREVIEW = 200
 """Characters of a prompt in the line of its group."""
 
 LEFT_OUT = ""
 """In place of a text that is not recorded."""
-
-
-class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One response of the policy."""
-
-    messages: Sequence[Mapping[str, Any]]
-    """What was said since the turn before, up to this response."""
-    reply: Mapping[str, Any]
-    """The response as a message."""
-    completion: Completion
-    """Tokens, log-probs and weight versions of the response."""
-    spans: Sequence[tuple[int, int]]
-    """Policy version and number of tokens of each part of the response."""
-    prompt_tokens: int
-    """Tokens of the prompt."""
-    number: int
-    """Number of the turn; those of a gateway's session ascend."""
-    parent: int | None = None
-    """Number of the turn that it goes on from; ``None``: of none."""
-    branch: str = ""
-    """Why it does not go on from the end of an earlier turn, if so."""
-    began: float | None = None
-    """When its prompt was sent, in seconds since the epoch; ``None`` if unknown."""
-    ended: float | None = None
-    """When its response was complete."""
-    reward: float | None = None
-    """Reward of this turn alone."""
-    is_trained: bool = True
-    """Whether the loss has its tokens."""
-    packed: bytes | None = None
-    """Tokens of the response as :func:`.pack` returns them; ``None``: not made yet."""
-
-
-class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A conversation, or an agent's session."""
-
-    turns: Sequence[TurnRecord]
-    keys: Sequence[str]
-    """The rows of a batch that it makes; see :func:`row_key`."""
-    reward: float | None
-    """Its return; ``None``: no reward was set."""
-    rewards: Mapping[str, float] = {}
-    """Values of the reward functions that have a name."""
-    truncated: bool = False
-    """Whether the context or the number of turns ended it."""
-    after: Sequence[Mapping[str, Any]] = ()
-    """What was said to it after its last response."""
-
-
-class GroupRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A group that has ended."""
-
-    id: int
-    """Number of the group in this recorder."""
-    position: int
-    """Position of its prompt."""
-    name: str = ""
-    """Name of a gateway's session, if it is one."""
-    began: float
-    """When it started, in seconds since the epoch."""
-    ended: float
-    status: str
-    """``"complete"``, or ``"filtered"`` if it is not trained on."""
-    versions: tuple[int, int]
-    """Policy versions when it started and when it ended."""
-    responses: Sequence[ResponseRecord]
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -122,20 +52,39 @@ def key_of(*packed: bytes) -> str:
     return hashlib.blake2b(b"".join(packed), digest_size=8).hexdigest()
 
 
-def summary_of(group: GroupRecord, bounds: Bounds) -> dict[str, Any]:
+def summary_of(
+    event: GroupEnded, responses: Sequence[ResponseRecord], bounds: Bounds
+) -> dict[str, Any]:
     """Returns the line of a group, without the place of its texts."""
-    first = next((turn for each in group.responses for turn in each.turns), None)
+    first = next((turn for each in responses for turn in each.turns), None)
     prompt = _message(first.messages[-1], bounds) if first and first.messages else {}
+    group = event.group
     return {
         "id": group.id,
         "position": group.position,
         **({"name": group.name} if group.name and bounds.prompts else {}),
-        "time": [group.began, group.ended],
-        "status": group.status,
-        "versions": list(group.versions),
+        "time": [group.start, event.end],
+        "status": event.status,
+        "versions": list(event.versions),
         "prompt": prompt.get("content", LEFT_OUT)[:PREVIEW],
-        "responses": [_summary_of_response(each) for each in group.responses],
+        "responses": [
+            {**_summary_of_response(response), "keys": keys}
+            for response, keys in zip(responses, _keys_of(responses), strict=True)
+        ],
     }
+
+
+def _keys_of(responses: Sequence[ResponseRecord]) -> list[list[str]]:
+    """Returns the :func:`row_key` of each row of responses."""
+    # Responses share their prompt, which may be long.
+    packed: dict[int, bytes] = {}
+
+    def pack_once(token_ids: Any) -> bytes:
+        if id(token_ids) not in packed:
+            packed[id(token_ids)] = pack(token_ids, "i4")
+        return packed[id(token_ids)]
+
+    return [[key_of(*map(pack_once, row)) for row in each.rows] for each in responses]
 
 
 def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
@@ -167,7 +116,6 @@ def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
         "end": end,
         "log_prob": total / count if count else None,
         "versions": [min(versions), max(versions)] if versions else None,
-        "keys": list(response.keys),
     }
 
 
@@ -203,16 +151,18 @@ def mismatch_of(
     return {"kl": float(difference.mean()), "gap": float(np.abs(difference).max())}
 
 
-def texts_of(group: GroupRecord, bounds: Bounds) -> dict[str, Any]:
+def texts_of(
+    id_: int, responses: Sequence[ResponseRecord], bounds: Bounds
+) -> dict[str, Any]:
     """Returns the conversations of a group with their tokens."""
     return {
-        "id": group.id,
+        "id": id_,
         "responses": [
             {
                 "turns": [_turn(turn, bounds) for turn in response.turns],
-                "after": _messages(response.after, bounds),
+                "after": _messages(response.trailing, bounds),
             }
-            for response in group.responses
+            for response in responses
         ],
     }
 
@@ -227,7 +177,7 @@ def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:
         "reply": _shown(turn.reply)
         if bounds.responses
         else {"role": "assistant", "content": LEFT_OUT},
-        "time": [turn.began, turn.ended],
+        "time": [turn.start, turn.end],
         "reward": turn.reward,
         "trained": turn.is_trained,
         "finish": done.finish_reason,
@@ -237,7 +187,7 @@ def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:
         "count": len(done.token_ids),
     }
     if bounds.responses:
-        found["ids"] = turn.packed or pack(done.token_ids, "i4")
+        found["ids"] = pack(done.token_ids, "i4")
     if done.log_probs is not None:
         found["log_probs"] = pack(done.log_probs, "f4")
     columns = {

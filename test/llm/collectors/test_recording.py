@@ -1,4 +1,4 @@
-"""What a collector tells its recorder, compared with what it yields."""
+"""Events of a collector, compared with the batches that it yields."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 
 from torchrl_sglang import GroupAdvantage, RunRecorder
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.observer import GroupEnded, GroupsTaken
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.recording.records import row_key
 from torchrl_sglang.viewer.page import read_runs
@@ -99,6 +100,33 @@ def test_a_group_that_is_filtered_out_is_not_trained(make, tmp_path):
     states = [group.status for group in run.groups]
     assert states.count("taken") == 2
     assert states.count("filtered") >= 1
+
+
+def test_a_function_subscribes_and_its_errors_do_not_end_the_run(make, caplog):
+    events = []
+
+    def subscribe(event):
+        events.append(event)
+        raise RuntimeError("a mistake")
+
+    collector = make(recorder=subscribe, total_groups=4)
+    batches = list(collector)
+    collector.shutdown()
+    ended = [event for event in events if isinstance(event, GroupEnded)]
+    taken = [event for event in events if isinstance(event, GroupsTaken)]
+    assert {event.group.position for event in ended} == {0, 1, 2, 3}
+    assert [group for event in taken for group in event.groups] == [
+        group.group for group in sorted(ended, key=lambda each: each.group.position)
+    ]
+    keys = [
+        row_key([token for part in row for token in part])
+        for event in sorted(ended, key=lambda each: each.group.position)
+        for response in event.responses()
+        for row in response.rows
+    ]
+    assert keys == [key for batch in batches for key in keys_of(batch)]
+    (warning,) = [text for text in caplog.messages if "a mistake" in text]
+    assert "raised RuntimeError('a mistake') on CollectorStarted" in warning
 
 
 def test_a_recorder_that_is_none_is_refused(make):

@@ -289,9 +289,11 @@ def test_groups_with_the_same_tokens_differ_by_their_batch(tmp_path):
     run = Recorded(tmp_path, groups=1, size=1)
     group = make_group(run.rng, 1, 1, BEGAN, 0)
     for number, began in enumerate((BEGAN, BEGAN + 1, BEGAN + 2), 1):
-        same = replace(group, id=number, began=began, ended=began + 0.5)
-        run.files.append("groups", summary_of(same, BOUNDS))
-    row = {"key": group.responses[0].keys[0], "advantage": 1.0}
+        start = replace(group.group, id=number, start=began)
+        same = replace(group, group=start, end=began + 0.5)
+        summary = summary_of(same, same.responses(), BOUNDS)
+        run.files.append("groups", summary)
+    row = {"key": summary["responses"][0]["keys"][0], "advantage": 1.0}
     run.event("batch", BEGAN + 2, number=1, version=0, ids=[1, 2])
     run.event("trained", BEGAN + 3, step=1, rows=[row])
     run.close()

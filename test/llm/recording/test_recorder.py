@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import threading
-from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -32,22 +32,24 @@ from torchrl_sglang.recording.writer import MOST_QUEUED
 from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.types import Completion
 
-
-class Words:
-    """A tokenizer."""
-
-    def decode(self, ids):
-        return "".join(f"<{each}>" for each in ids)
+NUMBERS = count(1)
 
 
-def group_of(recorder, **options):
-    number = recorder.next_id()
-    return make_group(random.Random(number), number, 2, 1.0, 3, **options)
+def group_of(size=2, **options):
+    number = next(NUMBERS)
+    return make_group(random.Random(number), number, size, 1.0, 3, **options)
+
+
+def with_turn(group, **changes):
+    """Returns a group of one response with one turn, which has other values."""
+    response = group.responses()[0]
+    response = replace(response, turns=[replace(response.turns[0], **changes)])
+    return replace(group, responses=lambda: [response])
 
 
 def record(recorder, **options):
-    group = group_of(recorder, **options)
-    recorder.group(lambda: group, Words(), 1)
+    group = group_of(**options)
+    recorder(group)
     return group
 
 
@@ -62,7 +64,7 @@ def test_a_group_can_be_read_as_it_was(tmp_path):
     (line,) = recording.groups
     texts = recording.read_texts(line.texts)
     for given, summary, read in zip(
-        group.responses, line.responses, texts["responses"], strict=True
+        group.responses(), line.responses, texts["responses"], strict=True
     ):
         ids = [each for turn in given.turns for each in turn.completion.token_ids]
         assert summary.reward == given.reward
@@ -97,33 +99,22 @@ def test_numbers_are_packed_as_numpy_does(kind, values):
 
 def test_a_line_that_is_not_plain_json_has_its_tokens(tmp_path):
     with RunRecorder(tmp_path) as recorder:
-        (response,) = make_group(random.Random(1), 1, 1, 1.0, 3).responses
         reply = {"role": "assistant", "content": "x", "tool_calls": [{1: 2**70}]}
-        turns = [replace(response.turns[0], reply=reply)]
-        group = replace(
-            make_group(random.Random(1), recorder.next_id(), 1, 1.0, 3),
-            responses=[replace(response, turns=turns)],
-        )
-        recorder.group(lambda: group, Words(), 1)
+        group = with_turn(group_of(size=1), reply=reply)
+        recorder(group)
     recording = Recording.open(tmp_path)
     (texts,) = recording.read_texts(recording.groups[0].texts)["responses"]
     assert texts["turns"][0]["reply"]["tool_calls"] == [{"1": 2**70}]
     ids = unpack(texts["turns"][0]["ids"], "i4").tolist()
-    assert ids == turns[0].completion.token_ids
+    assert ids == group.responses()[0].turns[0].completion.token_ids
 
 
 def test_the_text_of_a_token_is_written_once(tmp_path):
     strange = [-1, MOST_TOKENS - 1, MOST_TOKENS, 2**31 - 1]
     with RunRecorder(tmp_path) as recorder:
         for ids in ([3, 1, 3], [1, 2], [2, 3, *strange]):
-            (response,) = make_group(random.Random(1), 1, 1, 1.0, 3).responses
             done = Completion(token_ids=ids, finish_reason="stop")
-            turn = replace(response.turns[0], completion=done)
-            group = replace(
-                make_group(random.Random(1), recorder.next_id(), 1, 1.0, 3),
-                responses=[replace(response, turns=[turn])],
-            )
-            recorder.group(partial(lambda group: group, group), Words(), 1)
+            recorder(with_turn(group_of(size=1), completion=done))
     (path,) = tmp_path.glob("vocabulary-*")
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert lines == [{"pieces": {"1": "<1>", "3": "<3>"}}, {"pieces": {"2": "<2>"}}]
@@ -159,12 +150,11 @@ def test_each_text_is_where_it_was_asked_for_alone(tmp_path, prompts, responses)
     earlier = {"role": "assistant", "content": "BOTH", "reasoning_content": "BOTH"}
     told = [{"role": "user", "content": "READ-question", "name": "READ-me"}, earlier]
     with RunRecorder(tmp_path, prompts=prompts, responses=responses) as recorder:
-        made = group_of(recorder)
-        turn = replace(made.responses[0].turns[0], messages=told, reply=said)
+        made = with_turn(group_of(), messages=told, reply=said)
         after = [{"role": "tool", "content": "READ-after"}, earlier]
-        response = replace(made.responses[0], turns=[turn], after=after)
-        group = replace(made, name="READ-session", responses=[response])
-        recorder.group(lambda: group, Words(), 1)
+        response = replace(made.responses()[0], trailing=after)
+        group = replace(made.group, name="READ-session")
+        recorder(replace(made, group=group, responses=lambda: [response]))
     content = "".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
     found = {word for word in ("READ", "SAID", "BOTH") if word in content}
     assert found == {
@@ -230,18 +220,13 @@ def test_texts_of_tokens_outlast_files_that_make_room(tmp_path):
     """Common tokens are written first, and their file is the first that goes."""
     with RunRecorder(tmp_path, max_bytes=1_000_000) as recorder:
         for number in range(400):
-            made = group_of(recorder)
-            first = made.responses[0].turns[0]
+            made = group_of()
+            first = made.responses()[0].turns[0]
             ids = [1, 2, *range(100 + 50 * number, 150 + 50 * number)]
             done = dataclasses.replace(
                 first.completion, token_ids=ids, log_probs=[-1.0] * len(ids)
             )
-            turn = replace(first, completion=done)
-            group = replace(
-                made,
-                responses=[replace(made.responses[0], turns=[turn])],
-            )
-            recorder.group(lambda group=group: group, Words(), 1)
+            recorder(with_turn(made, completion=done))
     dropped = [name for event in events(tmp_path, "dropped") for name in event["files"]]
     assert any(name.startswith("vocabulary") for name in dropped)
     pieces = Recording.open(tmp_path).pieces
@@ -277,7 +262,7 @@ def test_records_that_cannot_be_written_cost_one_warning(tmp_path, torchrl_warni
         raise RuntimeError("a mistake")
 
     for _ in range(3):
-        recorder.group(fails, Words(), 1)
+        recorder(replace(group_of(), responses=fails))
         recorder.event("odd", value=Awkward())
         recorder.log({"odd": torch.ones(2)}, step=1)
     recorder.log({"odd": Awkward(), "loss": torch.tensor(0.5)}, step=np.int64(1))
@@ -344,17 +329,18 @@ print("lost", recorder.lost)
 def test_a_queue_that_is_full_loses_and_does_not_wait(tmp_path, torchrl_warnings):
     recorder = RunRecorder(tmp_path)
     began, go_on = threading.Event(), threading.Event()
-    group = group_of(recorder)
+    group = group_of()
 
     def waits():
         began.set()
         assert go_on.wait(60)
-        return group
+        return group.responses()
 
-    recorder.group(waits, Words(), 1)
+    waiting = replace(group, responses=waits)
+    recorder(waiting)
     assert began.wait(60)
-    recorder.group(waits, Words(), MOST_QUEUED)
-    recorder.group(waits, Words(), 1)
+    recorder(replace(waiting, tokens=MOST_QUEUED - 1))
+    recorder(waiting)
     assert recorder.lost == 1
     go_on.set()
     recorder.close()

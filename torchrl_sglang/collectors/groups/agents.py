@@ -29,7 +29,7 @@ from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.trajectories import Trajectory
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
-from torchrl_sglang.recording.records import ResponseRecord
+from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import remember, span
@@ -195,7 +195,7 @@ class AgentGroups:
         return rows
 
     def record(self, group: AgentGroup) -> list[ResponseRecord]:
-        """Returns what a recorder writes of a group."""
+        """Returns the responses of a group for :class:`.GroupEnded`."""
         return [
             record_session(
                 run.session,

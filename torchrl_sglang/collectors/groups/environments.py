@@ -40,10 +40,10 @@ from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priorit
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ChatTemplateError, ConfigurationError, TaskError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.recording.records import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
@@ -423,7 +423,7 @@ class EnvironmentGroups:
         return rows
 
     def record(self, group: Sequence[Episode]) -> list[ResponseRecord]:
-        """Returns what a recorder writes of a group."""
+        """Returns the responses of a group for :class:`.GroupEnded`."""
         return [
             record_episode(
                 [(each.row[0], each.completion, each.policy_version) for each in steps],

@@ -23,7 +23,7 @@ from torchrl_sglang.collectors.scheduling.priority import (
     PriorityOf,
     no_priority,
 )
-from torchrl_sglang.recording.records import ResponseRecord
+from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.tracing import span
@@ -142,7 +142,7 @@ class FunctionGroups:
         return list(self._writer.write(group.conversations, group.task))
 
     def record(self, group: FunctionGroup) -> list[ResponseRecord]:
-        """Returns what a recorder writes of a group."""
+        """Returns the responses of a group for :class:`.GroupEnded`."""
         return record_conversations(group.conversations, self._versions)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a recorder writes of each kind of group."""
+"""Responses of groups as events have them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,7 @@ from tensordict import TensorDictBase
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.groups.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import TOKENS
-from torchrl_sglang.recording.format import pack
-from torchrl_sglang.recording.records import (
-    ResponseRecord,
-    TurnRecord,
-    key_of,
-    row_key,
-)
+from torchrl_sglang.observer import ResponseRecord, TurnRecord
 from torchrl_sglang.types import Completion
 
 
@@ -24,44 +18,37 @@ def record_conversations(
     conversations: Sequence[Conversation], versions: PolicyVersions
 ) -> list[ResponseRecord]:
     """Returns conversations of plain functions."""
-    # It is the same of all conversations of a group, and may be long.
-    opening = pack(conversations[0].opening.token_ids, "i4") if conversations else b""
-    return [_conversation(each, versions, opening) for each in conversations]
+    return [_conversation(each, versions) for each in conversations]
 
 
 def _conversation(
-    conversation: Conversation, versions: PolicyVersions, opening: bytes
+    conversation: Conversation, versions: PolicyVersions
 ) -> ResponseRecord:
-    turns, said, keys = [], 0, []
+    turns, first = [], 0
     for number, turn in enumerate(conversation.turns):
         done, end = turn.response.completion, turn.num_messages
-        packed = pack(done.token_ids, "i4")
         turns.append(
             TurnRecord(
-                messages=conversation.messages[said:end],
+                messages=conversation.messages[first:end],
                 reply=conversation.messages[end],
                 completion=done,
                 spans=list(versions.spans(done, turn.policy_version)),
                 prompt_tokens=len(turn.prompt.token_ids),
                 number=number,
                 parent=number - 1 if number else None,
-                began=turn.began,
-                ended=turn.ended,
+                start=turn.began,
+                end=turn.ended,
                 reward=float(turn.reward),
-                packed=packed,
             )
         )
-        said = end + 1
-        first = turn.prompt is conversation.opening
-        prompt = opening if first else pack(turn.prompt.token_ids, "i4")
-        keys.append(key_of(prompt, packed))
+        first = end + 1
     return ResponseRecord(
         turns=turns,
-        keys=keys,
+        rows=[(turn.prompt.token_ids, turn.token_ids) for turn in conversation.turns],
         reward=float(sum(turn.reward for turn in conversation.turns)),
         rewards={name: float(each) for name, each in conversation.rewards.items()},
         truncated=conversation.truncated,
-        after=conversation.messages[said:],
+        trailing=conversation.messages[first:],
     )
 
 
@@ -90,7 +77,7 @@ def record_episode(
         )
     return ResponseRecord(
         turns=turns,
-        keys=[row_key(row[TOKENS].flatten().cpu().numpy()) for row, _, _ in steps],
+        rows=[[row[TOKENS].flatten().cpu().numpy()] for row, _, _ in steps],
         reward=total,
         truncated=bool(steps[-1][0]["next"].get("truncated", None)) if steps else False,
     )

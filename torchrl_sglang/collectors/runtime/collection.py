@@ -21,7 +21,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.runtime.contract import Groups
-from torchrl_sglang.collectors.runtime.group_life import GroupLife
+from torchrl_sglang.collectors.runtime.group_events import GroupEvents
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
     Mark,
@@ -43,6 +43,7 @@ from torchrl_sglang.errors import (
     UserFunctionError,
     WeightSyncStateError,
 )
+from torchrl_sglang.observer import PhaseEnded
 from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.support.histogram import SECONDS, Histogram
 from torchrl_sglang.support.log import torchrl_logger
@@ -98,10 +99,10 @@ class Collection:
         max_in_flight: most conversations that run at once; ``None`` for no limit.
         max_retries: how often a group whose functions failed starts again.
         engine_seconds: how long groups that the engine failed start again.
+        events: publishes the life of each group.
         keeps: whether a complete group is trained on, by its rows; ``None`` for all.
         asleep: returns the tags of the engine's memory that is released: groups wait
             until there are none, for ``engine_seconds`` at most.
-        life: is told what becomes of groups.
     """
 
     def __init__(
@@ -113,12 +114,12 @@ class Collection:
         max_in_flight: int | None,
         max_retries: int,
         engine_seconds: float,
+        events: GroupEvents,
         keeps: Callable[[list[TensorDictBase]], Any] | None = None,
         asleep: Callable[[], frozenset[str]] = frozenset,
-        life: GroupLife | None = None,
     ) -> None:
         self.pool = pool
-        self.life = life or GroupLife(None, None)
+        self.events = events
         self.groups = groups
         self.changed = threading.Condition()
         self.running = Meter()
@@ -290,7 +291,7 @@ class Collection:
                 if groups is not None:
                     self._count(groups)
                     positions = [group.position for group in groups]
-                    self.life.taken(positions, self.pool.version)
+                    self.events.taken(positions, self.pool.version)
                     self._writing = not demand
                     if demand:
                         self.pool.pace.get()
@@ -403,12 +404,13 @@ class Collection:
         self._wanted += wanted
         self.trainer_waits.add(int(demand))
         self._notify_loop()
-        began = time.time()
+        start = time.time()
         try:
             yield
         finally:
             if demand:
-                self.life.waited(began)
+                wait = PhaseEnded(name="wait", start=start, end=time.time())
+                self.events.publish(wait)
             self._wanted -= wanted
             self.trainer_waits.add(-int(demand))
 
@@ -496,7 +498,7 @@ class Collection:
                 slots = self._max_in_flight - self.running.value
                 free = min(free, math.ceil(max(slots, 0) / self.groups.size))
             started = [self.pool.start() for _ in range(free)]
-            self.life.started(started, self.pool.version)
+            self.events.started(started, self.pool.version)
             return started
 
     async def _run_group(self, position: int, slots: asyncio.Semaphore) -> None:
@@ -594,7 +596,7 @@ class Collection:
             group = complete.group
             tokens = sum(count for _, count in self.groups.spans(group))
             self.tokens += tokens
-            self.life.ended(
+            self.events.ended(
                 position,
                 partial(self.groups.record, group),
                 version=self.pool.version,
@@ -632,7 +634,7 @@ class Collection:
         with self.changed:
             self.errors.append(message)
             verdict = self._failures.failed(position, error, now=time.monotonic())
-            self.life.failed(position, message, retried=verdict.retry)
+            self.events.failed(position, message, retried=verdict.retry)
             self.pool.give_up(position, retry=verdict.retry)
             if verdict.retry:
                 self.retried += 1

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias
 from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.runtime.stats import Meter
-from torchrl_sglang.recording.records import ResponseRecord
+from torchrl_sglang.observer import ResponseRecord
 
 TokenSpan: TypeAlias = tuple[int, int]
 """Policy version and number of tokens."""
@@ -44,7 +44,7 @@ class Groups(Protocol):
         """Returns a TensorDict for each turn."""
 
     def record(self, group: Any) -> list[ResponseRecord]:
-        """Returns what a recorder writes of a group; called in its thread."""
+        """Returns the responses of a group for :class:`.GroupEnded`, in any thread."""
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Checks the names of a dataset's columns.
