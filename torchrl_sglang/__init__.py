@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     from torchrl_sglang.backends.launch.local import make_sglang_server
     from torchrl_sglang.backends.launch.ray_launcher import RayLauncher
     from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+    from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
     from torchrl_sglang.collectors.groups.filter import has_variance
+    from torchrl_sglang.collectors.groups.functions import FunctionGroups
     from torchrl_sglang.collectors.llm_collector import SGLangLLMCollector
     from torchrl_sglang.collectors.ray_collector import RayAsyncLLMCollector
     from torchrl_sglang.collectors.shared_collector import SharedCollector
     from torchrl_sglang.collectors.timeouts import CollectorTimeouts
     from torchrl_sglang.collectors.weight_sync import attach_weight_sync
+    from torchrl_sglang.gateway.agent_groups import AgentGroups
     from torchrl_sglang.gateway.gateway import Gateway
     from torchrl_sglang.gateway.programs.container import Container
     from torchrl_sglang.gateway.programs.program import AgentProgram
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.weight_update.sources.resolve import get_model_metadata
 
 _HOME = {
+    "AgentGroups": "gateway.agent_groups",
     "AgentProgram": "gateway.programs.program",
     "AsyncLLMCollector": "collectors.async_llm_collector",
     "AsyncSGLang": "backends.async_sglang",
@@ -65,6 +69,8 @@ _HOME = {
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
     "CorrectedGSPOLoss": "objectives.losses",
+    "EnvironmentGroups": "collectors.groups.environments",
+    "FunctionGroups": "collectors.groups.functions",
     "GRPO": "trainers.grpo",
     "Gateway": "gateway.gateway",
     "CollectorTimeouts": "collectors.timeouts",
@@ -99,6 +105,7 @@ _HOME = {
 
 __all__ = [
     "GRPO",
+    "AgentGroups",
     "AgentProgram",
     "AsyncLLMCollector",
     "AsyncSGLang",
@@ -107,6 +114,8 @@ __all__ = [
     "CorrectedCISPOLoss",
     "CorrectedGRPOLoss",
     "CorrectedGSPOLoss",
+    "EnvironmentGroups",
+    "FunctionGroups",
     "Gateway",
     "GenerationInfo",
     "GroupAdvantage",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections import OrderedDict
@@ -14,23 +15,17 @@ from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.base import GroupCollector, Pause
-from torchrl_sglang.collectors.groups.conversations import Step
 from torchrl_sglang.collectors.groups.deterministic import check_deterministic
 from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
-from torchrl_sglang.collectors.groups.make import make_groups
-from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
-from torchrl_sglang.collectors.groups.tools import (
-    ToolFunctions,
-    Tools,
-    parse_tool_calls,
-)
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.options import OnOtherSender, check_options
+from torchrl_sglang.collectors.groups.make import GROUP_ARGUMENTS, choose_groups
+from torchrl_sglang.collectors.options import OnOtherSender, check_arguments
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
+from torchrl_sglang.collectors.runtime.contract import GroupKind, GroupSetting
 from torchrl_sglang.collectors.runtime.group_events import GroupEvents, figures_of
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
+from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.collectors.scheduling.admission import Limits
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
 from torchrl_sglang.collectors.scheduling.priority import (
@@ -49,8 +44,6 @@ from torchrl_sglang.errors import (
     CollectionTimeoutError,
     ConfigurationError,
 )
-from torchrl_sglang.gateway.agents import Agent
-from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.observer import (
     CollectorStarted,
     Publisher,
@@ -60,8 +53,7 @@ from torchrl_sglang.observer import (
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.policies.turns import check_policy
 from torchrl_sglang.requests.seeds import SampleSeeds
-from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.checks import check_count, check_flag, refuse_unknown
+from torchrl_sglang.support.checks import check_count, check_flag
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
 
@@ -73,12 +65,10 @@ class AsyncLLMCollector(GroupCollector):
     with ``yield_completed_trajectories=True``: a batch is a lazy stack of turns, the
     turns of a conversation and the conversations of a group one after the other.
 
-    There are three ways to say what a conversation is. Plain functions are the fastest
-    one: a conversation begins with the prompt of a task; the policy responds; ``tools``
-    that it called and ``step`` say what is said to it next; reward functions score it
-    at its end. Or ``env`` makes any LLM environment of TorchRL, such as a ``ChatEnv``
-    with its transforms, which is reset with a task and stepped in a thread. Or
-    ``agent`` is a program that talks to a ``gateway``.
+    ``groups`` says what a conversation is: :class:`.FunctionGroups`, continued and
+    scored by plain functions, the fastest kind; :class:`.EnvironmentGroups` of an LLM
+    environment of TorchRL; or :class:`.AgentGroups` of programs that talk to a gateway.
+    Their arguments may be given to the collector itself, as a short form.
 
     **Staleness.** No token that is trained on comes from weights that are more than
     ``max_staleness`` updates behind the trainer's: a group starts only if it can be
@@ -91,10 +81,8 @@ class AsyncLLMCollector(GroupCollector):
     extends it in the background, group after group.
 
     Args:
-        env (callable, optional): makes an environment of batch size ``(1,)`` for one
-            conversation at a time, instead of ``rewards``, ``group_rewards``, ``step``,
-            ``tools``, ``max_turns`` and ``system_prompt``. It gets its tasks from
-            ``prompts``, not from a ``DataLoadingPrimer``.
+        groups (GroupKind, optional): the kind of conversations; a function is the
+            ``env`` of :class:`.EnvironmentGroups`. Defaults to ``FunctionGroups()``.
 
     Keyword Args:
         policy (SGLangWrapper): continues conversations, one sample for each. Its
@@ -108,45 +96,8 @@ class AsyncLLMCollector(GroupCollector):
             ``collate_fn=list`` the tasks are unchanged. Any other collate function
             returns a list of tasks, or a mapping of columns with one entry for each
             task.
-        rewards: a function ``(conversation, task) -> float``, a list of them, or a
-            mapping of names to them, or to ``(function, weight)``. Values are finite
-            numbers; their weighted sum is in ``("next", "reward")`` of the last turn,
-            and those with a name are, without weight, under ``("next", name)``.
-            Coroutine functions run on the collector's event loop, others in threads.
-            Functions with TRL's (``prompts, completions, **columns``) or verl's
-            signature (``data_source, solution_str, ground_truth, extra_info``) are
-            called as these call them.
-        group_rewards: likewise functions ``(conversations, task) -> list of float`` of
-            a whole group.
-        step: a function or coroutine function ``(conversation, task)`` that is called
-            after each response and returns what is said next: a text of the user, a
-            message, a list of messages, or ``None`` to end the conversation. It can
-            set ``conversation.turns[-1].reward``.
-        tools: functions that the policy can call, or a mapping of names to them. The
-            chat template tells the policy of them: by their type hints and docstrings,
-            as ``transformers.utils.get_json_schema`` reads them, or by a schema in
-            place of these, with ``{name: (function, schema)}``. A parameter
-            ``conversation`` is not the policy's: the tool gets the
-            :class:`.Conversation`, with its task and its state. Their results are
-            messages of the role ``"tool"`` with ``tool_call_id`` and ``name``; while a
-            response calls tools, ``step`` is not called. A call that cannot be read, of
-            a tool that does not exist, fails or takes too long has an error as its
-            result. The chat template has to take such messages.
-        tool_parser: finds the calls in a response without its reasoning; a parser for
-            TorchRL's ``ExecuteToolsInOrder``, such as ``XMLBlockParser()``. By default
-            Qwen's and Hermes's format.
-        max_turns (int, optional): most responses of a conversation, which is truncated
-            then. By default as many as fit into the context.
         query_key (str): key of a task's prompt: a text, or messages. Defaults to
             ``"query"``.
-        system_prompt (str, optional): a message before it. A prompt that has a system
-            message of its own is refused then.
-        agent: ``async def agent(task, *, base_url, api_key)`` with a client of OpenAI's
-            or Anthropic's protocol, instead of all of these but ``prompts``. It returns
-            a reward. A batch has a row for each trajectory, in the layout of
-            :meth:`.Gateway.to_tensordict`.
-        gateway (Gateway): that agents talk to, before the policy's engine; its sampling
-            parameters and template are used. It must have been started.
         group_size (int): conversations about each task. Defaults to 1.
         groups_per_batch (int): groups of a batch.
         batches_per_update (int): batches that the trainer takes between two weight
@@ -200,11 +151,11 @@ class AsyncLLMCollector(GroupCollector):
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``, for
             :meth:`update_policy_weights_`.
         timeouts (CollectorTimeouts, optional): how long to wait for what.
-        num_threads (int): most threads for functions that are not coroutines. Defaults
-            to 16.
         recorder (RunRecorder, optional): records the life of each group, weight
             updates, servers and batches; or another function of an event of
             :mod:`torchrl_sglang.observer`. Defaults to None.
+        **arguments: the short form: those of :class:`.FunctionGroups`, such as
+            ``rewards``; ``env``; or ``agent`` and ``gateway``.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -214,7 +165,7 @@ class AsyncLLMCollector(GroupCollector):
         >>> collector = AsyncLLMCollector(
         ...     policy=policy,
         ...     prompts=["1+1=", "2+2="],
-        ...     rewards=lambda conversation, task: float("2" in conversation.response),
+        ...     groups=FunctionGroups(rewards=lambda conversation, task: 1.0),
         ...     group_size=4,
         ...     groups_per_batch=2,
         ...     total_groups=2,
@@ -225,23 +176,14 @@ class AsyncLLMCollector(GroupCollector):
         >>> collector.shutdown()
     """
 
-    @refuse_unknown
+    @check_arguments(GROUP_ARGUMENTS)
     def __init__(
         self,
-        env: Callable[[], EnvBase] | None = None,
+        groups: GroupKind | Callable[[], EnvBase] | None = None,
         *,
         policy: SGLangWrapper,
         prompts: Any,
-        rewards: RewardFunctions | None = None,
-        group_rewards: RewardFunctions | None = None,
-        step: Step | None = None,
-        tools: ToolFunctions | None = None,
-        tool_parser: Callable[[str], Any] = parse_tool_calls,
-        max_turns: int | None = None,
         query_key: str = "query",
-        system_prompt: str | None = None,
-        agent: Agent | None = None,
-        gateway: Gateway | None = None,
         group_size: int = 1,
         groups_per_batch: int,
         batches_per_update: int = 1,
@@ -260,43 +202,17 @@ class AsyncLLMCollector(GroupCollector):
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         timeouts: CollectorTimeouts | None = None,
-        num_threads: int = 16,
         recorder: Subscriber | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__()
-        check_options(
-            {
-                "env": env,
-                "step": step,
-                "tools": tools,
-                "tool_parser": tool_parser,
-                "max_turns": max_turns,
-                "agent": agent,
-                "group_size": group_size,
-                "groups_per_batch": groups_per_batch,
-                "batches_per_update": batches_per_update,
-                "max_staleness": max_staleness,
-                "on_stale": on_stale,
-                "on_other_sender": on_other_sender,
-                "total_groups": total_groups,
-                "max_in_flight": max_in_flight,
-                "max_retries": max_retries,
-                "request_order": request_order,
-                "shuffle": shuffle,
-                "seed": seed,
-                "deterministic": deterministic,
-                "postproc": postproc,
-                "timeouts": timeouts,
-                "num_threads": num_threads,
-                "recorder": recorder,
-            }
-        )
+        kind = choose_groups(groups, arguments)
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
         self.deterministic = deterministic
         if deterministic:
             check_deterministic(
-                policy, max_staleness=max_staleness, of_agents=agent is not None
+                policy, max_staleness=max_staleness, of_agents=kind.of_agents
             )
         self.policy = policy
         self.group_size = group_size
@@ -317,24 +233,16 @@ class AsyncLLMCollector(GroupCollector):
             max_staleness=max_staleness,
             groups_per_update=groups_per_batch * batches_per_update,
         )
-        groups = make_groups(
-            env,
-            policy,
-            self._versions,
-            group_size=group_size,
-            timeouts=self.timeouts,
-            blocking=BlockingCalls("torchrl_sglang-functions", num_threads),
-            seeds=self._seeds if has_seeds else None,
-            priority_of=choose_priority(request_order, policy.model.capabilities),
-            rewards=rewards,
-            group_rewards=group_rewards,
-            step=step,
-            tools=None if tools is None else Tools(tools, tool_parser),
-            max_turns=max_turns,
-            query_key=query_key,
-            system_prompt=system_prompt,
-            agent=agent,
-            gateway=gateway,
+        maker = kind.maker(
+            GroupSetting(
+                policy=policy,
+                versions=self._versions,
+                size=group_size,
+                query_key=query_key,
+                timeouts=self.timeouts,
+                seeds=self._seeds if has_seeds else None,
+                priority_of=choose_priority(request_order, policy.model.capabilities),
+            )
         )
         self._publish = Publisher(recorder)
         events = GroupEvents(self._publish, policy.tokenizer)
@@ -348,21 +256,21 @@ class AsyncLLMCollector(GroupCollector):
                 on_stale_group=events.stale,
             ),
             self._prompts,
-            groups,
+            maker,
             max_in_flight=max_in_flight,
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
-            keeps=make_filter(keep_group, of_agents=agent is not None),
+            keeps=make_filter(keep_group, of_agents=kind.of_agents),
             asleep=lambda: policy.model.asleep,
             events=events,
         )
         columns = getattr(prompts, "column_names", None)
         if isinstance(columns, list):
             # Of a dataset of Hugging Face's.
-            groups.check_columns(columns)
+            maker.check_columns(columns)
         self._consumer_version = ConsumerVersion(replay_buffer)
         # Rows of agents have the gateway's layout.
-        mask = StaleMask() if agent is not None else StaleMask.of(policy)
+        mask = StaleMask() if kind.of_agents else StaleMask.of(policy)
         self._batches = Batches(
             self._collection,
             self._consumer_version,
@@ -665,6 +573,12 @@ class AsyncLLMCollector(GroupCollector):
             f"{type(self).__name__}(policy_version={self.policy_version}, "
             f"running={pool.running}, ready={pool.ready}, consumed={pool.consumed})"
         )
+
+
+COLLECTOR_ARGUMENTS = GROUP_ARGUMENTS.union(
+    inspect.signature(AsyncLLMCollector).parameters
+) - {"arguments"}
+"""Arguments of the collector, and of all kinds of groups."""
 
 
 @contextmanager

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias, get_args
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torchrl_sglang.collectors.scheduling.group_pool import OnStale
 from torchrl_sglang.collectors.scheduling.priority import RequestOrder
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.observer import check_recorder
-from torchrl_sglang.support.checks import check_choice, check_count, check_flag
+from torchrl_sglang.support.checks import (
+    Init,
+    check_choice,
+    check_count,
+    check_flag,
+    check_names,
+)
 from torchrl_sglang.support.user_code import refuse_coroutine
 
 OnOtherSender: TypeAlias = Literal["warn", "raise"]
@@ -20,8 +28,6 @@ COUNTS: Mapping[str, int] = {
     "group_size": 1,
     "groups_per_batch": 1,
     "batches_per_update": 1,
-    "num_threads": 1,
-    "max_turns": 1,
     "max_in_flight": 1,
     "max_staleness": 0,
     "max_retries": 0,
@@ -30,7 +36,7 @@ COUNTS: Mapping[str, int] = {
 }
 """Argument -> the least number that it takes."""
 
-UNLIMITED = ("max_turns", "max_in_flight")
+UNLIMITED = ("max_in_flight",)
 """Those for which ``None`` is no limit."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -39,6 +45,27 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "request_order": get_args(RequestOrder),
 }
 """Argument -> the words that it takes."""
+
+
+def check_arguments(of_groups: Collection[str]) -> Callable[[Init], Init]:
+    """Has the constructor of a collector check its arguments first.
+
+    Args:
+        of_groups: names of the arguments in its ``**arguments``.
+    """
+
+    def decorate(init: Init) -> Init:
+        names = {*inspect.signature(init).parameters, *of_groups}
+
+        @functools.wraps(init)
+        def checked(self: Any, /, *args: Any, **kwargs: Any) -> None:
+            check_names(type(self).__name__, kwargs, names)
+            check_options(kwargs)
+            init(self, *args, **kwargs)
+
+        return cast(Init, checked)
+
+    return decorate
 
 
 def check_options(given: Mapping[str, Any]) -> None:
@@ -68,13 +95,10 @@ def check_options(given: Mapping[str, Any]) -> None:
             check_recorder(value)
         elif name == "timeouts":
             _check_timeouts(value)
-        elif name in ("postproc", "tool_parser"):
+        elif name == "postproc":
             _check_function(name, value)
-            if name == "postproc":
-                reason = (
-                    "the thread that takes a batch, without an event loop, calls it"
-                )
-                refuse_coroutine(name, value, reason)
+            reason = "the thread that takes a batch, without an event loop, calls it"
+            refuse_coroutine(name, value, reason)
 
 
 def _check_timeouts(value: Any) -> None:

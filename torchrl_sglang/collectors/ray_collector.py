@@ -14,10 +14,14 @@ from tensordict import TensorDictBase, list_to_stack, set_list_to_stack
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
+from torchrl_sglang.collectors.async_llm_collector import (
+    COLLECTOR_ARGUMENTS,
+    AsyncLLMCollector,
+)
 from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.runtime.collection import ON_WAIT_SECONDS
+from torchrl_sglang.collectors.runtime.contract import GroupKind
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
     attach_weight_sync,
@@ -43,9 +47,6 @@ CALL_TIMEOUT_SECONDS = 60.0
 MAX_CONCURRENCY = 8
 """Calls that the actor runs at once: one waits for a batch, others do not wait."""
 
-
-_OF_THE_COLLECTOR = inspect.signature(AsyncLLMCollector).parameters
-"""Arguments of the collector in the actor."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,7 +85,7 @@ class RayAsyncLLMCollector(GroupCollector):
     the actor lives: a new one goes on from that.
 
     Args:
-        env (callable, optional): see :class:`.AsyncLLMCollector`.
+        groups (GroupKind, optional): see :class:`.AsyncLLMCollector`.
 
     Keyword Args:
         replay_buffer (RayReplayBuffer, optional): to write to, or its ``client()``.
@@ -120,7 +121,7 @@ class RayAsyncLLMCollector(GroupCollector):
 
     def __init__(
         self,
-        env: Callable[[], EnvBase] | None = None,
+        groups: GroupKind | Callable[[], EnvBase] | None = None,
         *,
         replay_buffer: Any = None,
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
@@ -131,7 +132,7 @@ class RayAsyncLLMCollector(GroupCollector):
     ) -> None:
         super().__init__()
         # Before an actor starts.
-        check_names(type(self).__name__, kwargs, _OF_THE_COLLECTOR)
+        check_names(type(self).__name__, kwargs, COLLECTOR_ARGUMENTS)
         schemes = check_schemes(weight_sync_schemes)
         client = _to_client(replay_buffer)
         self.replay_buffer = replay_buffer
@@ -141,7 +142,7 @@ class RayAsyncLLMCollector(GroupCollector):
         _start_ray(ray_init_config)
         arguments = _send(
             {
-                "env": env,
+                "groups": groups,
                 "replay_buffer": client,
                 "timeouts": self.timeouts,
                 **kwargs,

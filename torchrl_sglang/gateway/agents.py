@@ -7,10 +7,12 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
+from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
-from torchrl_sglang.gateway.credit import as_reward
 from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import as_reward
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import (
     CallTimeoutError,
@@ -24,7 +26,12 @@ it sets rewards itself. A plain function runs in a thread."""
 
 
 class Sessions(Protocol):
-    """Methods of a gateway that agents need."""
+    """Members of a gateway that agents need."""
+
+    engine: RLSGLangEngine
+    """Generates."""
+    token_columns: tuple[TokenColumn, ...]
+    """Further quantities of each token that are recorded."""
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a new session."""

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
-
-import torch
 
 from torchrl_sglang.errors import ConfigurationError
 
 TrainedRule: TypeAlias = Callable[[Any], bool]
 """Returns whether a :class:`.Turn` is trained."""
-
-MOST_REWARD = torch.finfo(torch.float32).max
-"""Largest reward: rows hold float32."""
 
 
 def every_turn(turn: Any) -> bool:
@@ -102,18 +96,3 @@ def discounted(rewards: Sequence[float], discount: float) -> list[float]:
         following = reward + discount * following
         returns.append(following)
     return returns[::-1]
-
-
-def as_reward(value: Any) -> float:
-    """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
-
-    Raises:
-        ConfigurationError: if the reward is not a finite number of float32.
-    """
-    try:
-        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
-    except Exception:  # noqa: BLE001 - A user's type raises anything.
-        reward = math.nan
-    if not abs(reward) <= MOST_REWARD:
-        raise ConfigurationError(f"reward={value!r} must be a finite number.")
-    return reward

@@ -14,9 +14,10 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway.agent_groups import AgentGroups
 from torchrl_sglang.gateway.agents import Agent, run_agents
 from torchrl_sglang.gateway.connections import ClientTimeouts
-from torchrl_sglang.gateway.credit import as_reward, check_discount, trained_rule
+from torchrl_sglang.gateway.credit import check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
@@ -36,7 +37,12 @@ from torchrl_sglang.requests.token_columns import (
     columns_of_mode,
     find_columns,
 )
-from torchrl_sglang.support.checks import check_count, check_port, check_seconds
+from torchrl_sglang.support.checks import (
+    as_reward,
+    check_count,
+    check_port,
+    check_seconds,
+)
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import check_public_url, is_loopback
@@ -510,6 +516,10 @@ class Gateway(Responder):
             max_concurrent=check_count("max_concurrent", max_concurrent),
             timeout=check_seconds("timeout", timeout),
         )
+
+    def agent_groups(self, agent: Agent, **options: Any) -> AgentGroups:
+        """Returns groups of an agent, for a collector; see :class:`.AgentGroups`."""
+        return AgentGroups(self, agent, **options)
 
     async def metrics(self, accept: str) -> tuple[str, bytes]:
         """Returns metrics of this gateway and its engine. For the HTTP routes.

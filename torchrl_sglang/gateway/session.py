@@ -31,9 +31,10 @@ from torchrl_sglang.gateway.branches import (
     nearest,
     other_text,
 )
-from torchrl_sglang.gateway.credit import TrainedRule, as_reward, every_turn
+from torchrl_sglang.gateway.credit import TrainedRule, every_turn
 from torchrl_sglang.gateway.trajectories import Trajectory, find_trajectories
 from torchrl_sglang.gateway.turns import Prompt, Turn, go_on
+from torchrl_sglang.support.checks import as_reward
 
 EDITED_TURNS = 4
 """Latest turns with a prompt that are compared with an edited response."""

@@ -22,6 +22,9 @@ from torchrl_sglang.support.passwords import hide_passwords
 T = TypeVar("T")
 Init = TypeVar("Init", bound=Callable[..., None])
 
+MOST_REWARD = (2 - 2**-23) * 2.0**127
+"""Rows hold rewards as float32; larger ones are infinite in it."""
+
 
 def to_python(value: Any) -> Any:
     """Converts NumPy scalars, also in a list or a mapping, to Python's.
@@ -257,3 +260,18 @@ def some_of(texts: Iterable[str], most: int = 4) -> list[str]:
     items = list(texts)
     hidden = len(items) - most
     return [*items[:most], f"and {hidden} more"] if hidden > 0 else items
+
+
+def as_reward(value: Any) -> float:
+    """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
+
+    Raises:
+        ConfigurationError: if the reward is not a finite number of float32.
+    """
+    try:
+        reward = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # noqa: BLE001 - A user's type raises anything.
+        reward = math.nan
+    if not abs(reward) <= MOST_REWARD:
+        raise ConfigurationError(f"reward={value!r} must be a finite number.")
+    return reward

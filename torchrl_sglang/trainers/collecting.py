@@ -8,28 +8,32 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.chat.messages import Message, check_last_message
-from torchrl_sglang.collectors.async_llm_collector import AsyncLLMCollector
-from torchrl_sglang.collectors.groups.agents import COLUMNS as AGENT_COLUMNS
+from torchrl_sglang.collectors.async_llm_collector import (
+    COLLECTOR_ARGUMENTS,
+    AsyncLLMCollector,
+)
 from torchrl_sglang.collectors.groups.conversations import first_messages
 from torchrl_sglang.collectors.groups.filter import make_filter
+from torchrl_sglang.collectors.groups.make import GROUP_ARGUMENTS, choose_groups
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunction
-from torchrl_sglang.collectors.groups.rows import (
+from torchrl_sglang.collectors.options import check_options
+from torchrl_sglang.collectors.runtime.columns import (
     POLICY_COLUMNS,
     ROW_COLUMNS,
     TURN_COLUMNS,
 )
-from torchrl_sglang.collectors.options import check_options
 from torchrl_sglang.collectors.scheduling.prompts import (
     Passes,
     is_read_by_index,
     to_task,
 )
+from torchrl_sglang.gateway.agent_groups import COLUMNS as AGENT_COLUMNS
 from torchrl_sglang.objectives.advantages import (
     TrajectoryReturn,
     conversation_returns,
 )
 from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.support.checks import check_keywords
+from torchrl_sglang.support.checks import check_names
 from torchrl_sglang.trainers.arguments import RunArguments
 from torchrl_sglang.trainers.collector_checks import (
     FUNCTIONS,
@@ -67,9 +71,10 @@ class Collecting:
             self._check_prompts("eval_prompts", self.eval_prompts, rewards)
         make_filter(arguments.keep_group, of_agents=arguments.agent is not None)
         if isinstance(arguments.collector, Mapping):
-            check_keywords("collector", arguments.collector, AsyncLLMCollector)
-            makers = {"agent": arguments.agent, "env": arguments.env}
-            check_options({**self.functions, **makers, **arguments.collector})
+            check_names("collector", arguments.collector, COLLECTOR_ARGUMENTS)
+            check_options(arguments.collector)
+            of_groups = GROUP_ARGUMENTS.intersection(arguments.collector)
+            choose_groups(None, {name: arguments.collector[name] for name in of_groups})
 
     def _check_prompts(
         self,

@@ -27,7 +27,7 @@ from torchrl_sglang import (
 )
 from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.backends.launch.server_command import find_flags
-from torchrl_sglang.collectors.groups.rows import (
+from torchrl_sglang.collectors.runtime.columns import (
     POLICY_COLUMNS,
     ROW_COLUMNS,
     TURN_COLUMNS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,26 +26,25 @@ from torchrl.envs import EnvBase
 from torchrl_sglang.collectors.copies import step
 from torchrl_sglang.collectors.groups.recorded import record_episode
 from torchrl_sglang.collectors.groups.rewards import check_rewards
-from torchrl_sglang.collectors.groups.rows import (
+from torchrl_sglang.collectors.groups.user_functions import naming
+from torchrl_sglang.collectors.runtime.columns import (
     ROW_COLUMNS,
-    check_names,
     check_task,
     to_values,
 )
-from torchrl_sglang.collectors.groups.user_functions import naming
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.contract import TokenSpan
-from torchrl_sglang.collectors.runtime.stats import Meter
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
-from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.collectors.runtime.contract import (
+    GroupKind,
+    GroupMaker,
+    GroupSetting,
+)
 from torchrl_sglang.errors import ChatTemplateError, ConfigurationError, TaskError
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
-from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
+from torchrl_sglang.requests.seeds import SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import describe, refuse_coroutine, together
@@ -167,18 +166,58 @@ def _start_closing(environment: _Environment) -> threading.Thread:
     return thread
 
 
-class EnvironmentGroups:
+@dataclass(frozen=True, slots=True)
+class EnvironmentGroups(GroupKind):
+    """Conversations in LLM environments of TorchRL, such as a ``ChatEnv``.
+
+    Args:
+        env: makes an environment of batch size ``(1,)``, with its transforms, for one
+            conversation at a time. It is reset with a task of ``prompts``, not of a
+            ``DataLoadingPrimer``, and stepped in a thread.
+        num_threads (int): most threads for environments. Defaults to 16.
+
+    Raises:
+        ConfigurationError: if ``env`` is not a function.
+
+    Examples:
+        >>> from torchrl.envs.llm import ChatEnv
+        >>> groups = EnvironmentGroups(lambda: ChatEnv(batch_size=(1,)))
+    """
+
+    env: Callable[[], EnvBase]
+    num_threads: int = field(default=16, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_count("num_threads", self.num_threads)
+        if isinstance(self.env, EnvBase) or not callable(self.env):
+            raise ConfigurationError(
+                f"env must be a function that makes an environment, because each "
+                f"conversation has its own, got {self.env!r}."
+            )
+        refuse_coroutine("env", self.env, "it is called in a thread")
+
+    def maker(self, setting: GroupSetting) -> EnvironmentGroupMaker:
+        """Returns a maker of groups, for one collector.
+
+        Raises:
+            ConfigurationError: if ``env`` makes something else.
+        """
+        if not list_to_stack():
+            raise ConfigurationError(
+                "Environments need tensordict.set_list_to_stack(True).set() at the "
+                "beginning of the program."
+            )
+        blocking = BlockingCalls("torchrl_sglang-functions", self.num_threads)
+        return EnvironmentGroupMaker(self.env, setting, blocking)
+
+
+class EnvironmentGroupMaker(GroupMaker):
     """Runs groups of conversations, each in an environment of its own.
 
     Args:
         make_env: makes an environment of batch size 1.
-        policy: responds in them.
-        versions: of the policy.
-        size: conversations of a group.
-        timeouts: of responses, resets and steps.
-        blocking: threads that environments run in.
-        seeds: of their responses; ``None``: the policy's.
-        priority_of: the priority of a group's requests.
+        setting: of the collector.
+        blocking: threads of environments.
 
     Attributes:
         policy (SGLangWrapper): responds in them; TorchRL's ``RetrieveKL`` reads it.
@@ -190,49 +229,23 @@ class EnvironmentGroups:
     def __init__(
         self,
         make_env: Callable[[], EnvBase],
-        policy: SGLangWrapper,
-        versions: PolicyVersions,
-        *,
-        size: int,
-        timeouts: CollectorTimeouts,
+        setting: GroupSetting,
         blocking: BlockingCalls,
-        seeds: SampleSeeds | None = None,
-        priority_of: PriorityOf = no_priority,
     ) -> None:
-        if isinstance(make_env, EnvBase) or not callable(make_env):
-            raise ConfigurationError(
-                f"env must be a function that makes an environment, because each "
-                f"conversation has its own, got {make_env!r}."
-            )
-        refuse_coroutine("env", make_env, "it is called in a thread")
-        if not list_to_stack():
-            raise ConfigurationError(
-                "Environments need tensordict.set_list_to_stack(True).set() at the "
-                "beginning of the program."
-            )
-        self.size = size
-        self.generating = Meter()
-        self.policy = policy
-        self._make_env = make_env
-        self._environments = _Environments(self._make, seconds=timeouts.shutdown)
-        self._columns = ROW_COLUMNS | frozenset(
-            key if isinstance(key, str) else key[0] for key in policy.out_keys
+        self.policy = setting.policy
+        columns = ROW_COLUMNS | frozenset(
+            key if isinstance(key, str) else key[0] for key in self.policy.out_keys
         )
-        self._versions = versions
-        self._seeds = seeds
-        self._priority_of = priority_of
-        self._timeouts = timeouts
-        self._blocking = blocking
+        super().__init__(setting, columns, blocking)
+        self._make_env = make_env
+        self._timeouts = setting.timeouts
+        self._environments = _Environments(self._make, seconds=self._timeouts.shutdown)
 
     def _make(self) -> EnvBase:
         env = _check(self._make_env())
         # RetrieveKL takes the policy of what it finds there.
         env.register_collector(self)
         return env
-
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Checks the names of a dataset's columns; see :func:`.check_names`."""
-        check_names(names, self._columns, "a column of prompts")
 
     async def run(
         self,
@@ -244,10 +257,10 @@ class EnvironmentGroups:
         """Returns the complete conversations about a task."""
         check_task(task, self._columns)
 
-        priority = self._priority_of(position)
+        priority = self._setting.priority_of(position)
 
         async def one(sample: int) -> Episode:
-            seed_of = seeds_at(self._seeds, position, sample)
+            seed_of = seeds_at(self._setting.seeds, position, sample)
             async with turn():
                 return await self._run_episode(task, policy_version, seed_of, priority)
 
@@ -385,25 +398,11 @@ class EnvironmentGroups:
             return row, None
         return row, self._read(env.step_mdp(row), prompt.task)
 
-    def oldest(self, group: Sequence[Episode]) -> int:
-        """Returns the policy version of a group's oldest token."""
-        return self._versions.oldest(
-            (turn.completion, turn.policy_version)
-            for episode in group
-            for turn in episode
-        )
-
-    def spans(self, group: Sequence[Episode]) -> Iterator[TokenSpan]:
-        """Yields policy version and number of tokens of each part of the responses."""
+    def turns(self, group: Sequence[Episode]) -> Iterator[tuple[Completion, int]]:
+        """Yields the responses of a group, and the policy version of each."""
         for episode in group:
             for turn in episode:
-                yield from self._versions.spans(turn.completion, turn.policy_version)
-
-    def foreign(self, group: Sequence[Episode]) -> str | None:
-        """Returns a weight version of the responses that another sender has sent."""
-        return self._versions.foreign(
-            turn.completion for episode in group for turn in episode
-        )
+                yield turn.completion, turn.policy_version
 
     def write(self, group: Sequence[Episode]) -> list[TensorDictBase]:
         """Returns the steps of all conversations, one after the other."""
@@ -434,7 +433,7 @@ class EnvironmentGroups:
 
     def close(self) -> None:
         """Closes all environments, and ends the threads."""
-        self._blocking.close()
+        super().close()
         self._environments.close()
 
 

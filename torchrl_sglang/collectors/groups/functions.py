@@ -1,4 +1,4 @@
-"""Groups of conversations of plain functions."""
+"""Groups of conversations that plain functions continue and score."""
 
 from __future__ import annotations
 
@@ -8,26 +8,36 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.groups.conversations import Conversation, Conversations
+from torchrl_sglang.collectors.groups.conversations import (
+    Conversation,
+    Conversations,
+    Step,
+)
 from torchrl_sglang.collectors.groups.recorded import record_conversations
+from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
 from torchrl_sglang.collectors.groups.rewards import Rewards
-from torchrl_sglang.collectors.groups.rows import (
-    GroupWriter,
-    check_names,
-    check_task,
-    oldest_version,
+from torchrl_sglang.collectors.groups.rows import GroupWriter
+from torchrl_sglang.collectors.groups.tools import (
+    ToolFunctions,
+    Tools,
+    parse_tool_calls,
 )
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.contract import TokenSpan
-from torchrl_sglang.collectors.scheduling.priority import (
-    PriorityOf,
-    no_priority,
+from torchrl_sglang.collectors.runtime.columns import check_names, check_task
+from torchrl_sglang.collectors.runtime.contract import (
+    GroupKind,
+    GroupMaker,
+    GroupSetting,
 )
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.observer import ResponseRecord
-from torchrl_sglang.requests.seeds import SampleSeeds, seeds_at
+from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.requests.seeds import seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import check_count
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import together
+from torchrl_sglang.types import Completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,18 +49,129 @@ class FunctionGroup:
     """Columns of the dataset element."""
 
 
-class FunctionGroups:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FunctionGroups(GroupKind):
+    """Conversations that plain functions continue and score, the fastest kind.
+
+    A conversation begins with the prompt of a task; the policy responds; ``tools`` that
+    it called and ``step`` give the next messages; reward functions score the end.
+
+    Keyword Args:
+        rewards: a function ``(conversation, task) -> float``, a list of them, or a
+            mapping of names to them, or to ``(function, weight)``. Values are finite
+            numbers; their weighted sum is in ``("next", "reward")`` of the last turn,
+            and each named value is, without weight, under ``("next", name)``. Coroutine
+            functions run on the collector's event loop, others in threads. Functions
+            with TRL's (``prompts, completions, **columns``) or verl's signature
+            (``data_source, solution_str, ground_truth, extra_info``) are called like
+            there.
+        group_rewards: likewise functions ``(conversations, task) -> list of float`` of
+            a whole group.
+        step: a function or coroutine function ``(conversation, task)`` that is called
+            after each response and returns the next message: a text of the user, a
+            message, a list of messages, or ``None`` to end the conversation. It can
+            set ``conversation.turns[-1].reward``.
+        tools: functions that the policy can call, or a mapping of names to them. The
+            chat template describes them to the policy: by their type hints and
+            docstrings, as ``transformers.utils.get_json_schema`` reads them, or by a
+            schema in place of these, with ``{name: (function, schema)}``. A parameter
+            ``conversation`` is not the policy's: the tool gets the
+            :class:`.Conversation`, with its task and its state. Their results are
+            messages of the role ``"tool"`` with ``tool_call_id`` and ``name``; while a
+            response calls tools, ``step`` is not called. A call that cannot be read, of
+            a missing tool, or that fails or takes too long has an error as its result.
+            The chat template has to take such messages.
+        tool_parser: finds the calls in a response without its reasoning; a parser for
+            TorchRL's ``ExecuteToolsInOrder``, such as ``XMLBlockParser()``. Defaults to
+            Qwen's and Hermes's format.
+        max_turns (int, optional): most responses of a conversation, which is truncated
+            then. Defaults to as many as fit into the context.
+        system_prompt (str, optional): a message before the prompt. A prompt with a
+            system message of its own is refused then.
+        num_threads (int): most threads for functions that are not coroutines. Defaults
+            to 16.
+
+    Raises:
+        ConfigurationError: if an argument is wrong.
+
+    Examples:
+        >>> groups = FunctionGroups(
+        ...     rewards=lambda conversation, task: float("2" in conversation.response),
+        ...     max_turns=1,
+        ... )
+        >>> groups.num_threads
+        16
+    """
+
+    rewards: RewardFunctions | None = None
+    group_rewards: RewardFunctions | None = None
+    step: Step | None = None
+    tools: ToolFunctions | None = None
+    tool_parser: Callable[[str], Any] = parse_tool_calls
+    max_turns: int | None = None
+    system_prompt: str | None = None
+    num_threads: int = 16
+
+    def __post_init__(self) -> None:
+        check_count("num_threads", self.num_threads)
+        if self.max_turns is not None:
+            check_count("max_turns", self.max_turns)
+        if not callable(self.tool_parser):
+            raise ConfigurationError(
+                f"tool_parser must be a function, got {self.tool_parser!r}."
+            )
+
+    def maker(self, setting: GroupSetting) -> FunctionGroupMaker:
+        """Returns a maker of groups, for one collector.
+
+        Raises:
+            ConfigurationError: if a function or a tool is wrong, or the policy's chat
+                template does not take tools.
+        """
+        tools = None if self.tools is None else Tools(self.tools, self.tool_parser)
+        blocking = BlockingCalls("torchrl_sglang-functions", self.num_threads)
+        rewards = Rewards(
+            self.rewards,
+            self.group_rewards,
+            seconds=setting.timeouts.reward,
+            blocking=blocking,
+            query_key=setting.query_key,
+        )
+        codec = TurnCodec(setting.policy, () if tools is None else tools.schemas)
+        if tools is not None and not codec.tells_of_tools():
+            torchrl_logger.warning(
+                "The chat template says nothing of tools, so that the policy does not "
+                "know that it can call some. Tell it in system_prompt or in the "
+                "prompts, or give the policy another chat_template."
+            )
+        if not rewards and self.step is None:
+            torchrl_logger.warning(
+                "There are neither rewards nor group_rewards, nor a step that could "
+                "set rewards: all rewards will be 0."
+            )
+        conversations = Conversations(
+            codec,
+            query_key=setting.query_key,
+            system_prompt=self.system_prompt,
+            step=self.step,
+            tools=tools,
+            max_turns=self.max_turns,
+            timeouts=setting.timeouts,
+            blocking=blocking,
+        )
+        writer = GroupWriter(codec, setting.versions)
+        return FunctionGroupMaker(conversations, rewards, writer, setting, blocking)
+
+
+class FunctionGroupMaker(GroupMaker):
     """Runs groups of conversations, and writes them.
 
     Args:
         conversations: runs one.
         rewards: of a complete group.
         writer: writes it.
-        versions: of the policy.
-        size: conversations of a group.
+        setting: of the collector.
         blocking: threads of their functions, which end with them.
-        seeds: of their responses; ``None``: the policy's.
-        priority_of: the priority of a group's requests.
     """
 
     def __init__(
@@ -58,34 +179,26 @@ class FunctionGroups:
         conversations: Conversations,
         rewards: Rewards,
         writer: GroupWriter,
-        versions: PolicyVersions,
-        *,
-        size: int,
+        setting: GroupSetting,
         blocking: BlockingCalls,
-        seeds: SampleSeeds | None = None,
-        priority_of: PriorityOf = no_priority,
     ) -> None:
-        self.size = size
+        check_names(rewards.names, writer.columns, "a reward")
+        columns = writer.columns | frozenset(rewards.names)
+        super().__init__(setting, columns, blocking)
         self.generating = conversations.generating
-        self._blocking = blocking
         self._conversations = conversations
         self._rewards = rewards
         self._writer = writer
-        self._versions = versions
-        self._seeds = seeds
-        self._priority_of = priority_of
-        check_names(rewards.names, writer.columns, "a reward")
-        self._columns = writer.columns | frozenset(rewards.names)
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Checks the names of a dataset's columns; see :func:`.check_names`.
+        """Checks the names of a dataset's columns.
 
         Raises:
             ConfigurationError: also if a reward function needs another column.
         """
-        known = list(names)
-        check_names(known, self._columns, "a column of prompts")
-        self._rewards.check_columns(known)
+        columns = list(names)
+        super().check_columns(columns)
+        self._rewards.check_columns(columns)
 
     async def run(
         self,
@@ -105,8 +218,10 @@ class FunctionGroups:
                         conversation,
                         session_id=f"group-{position}",
                         policy_version=policy_version,
-                        seed_of=seeds_at(self._seeds, position, conversation.sample),
-                        priority=self._priority_of(position),
+                        seed_of=seeds_at(
+                            self._setting.seeds, position, conversation.sample
+                        ),
+                        priority=self._setting.priority_of(position),
                     )
 
         try:
@@ -117,25 +232,11 @@ class FunctionGroups:
             await self._conversations.end(group)
         return FunctionGroup(conversations=group, task=columns)
 
-    def oldest(self, group: FunctionGroup) -> int:
-        """Returns the policy version of a group's oldest token."""
-        return oldest_version(group.conversations, self._versions)
-
-    def spans(self, group: FunctionGroup) -> Iterator[TokenSpan]:
-        """Yields policy version and number of tokens of each part of the responses."""
+    def turns(self, group: FunctionGroup) -> Iterator[tuple[Completion, int]]:
+        """Yields the responses of a group, and the policy version of each."""
         for conversation in group.conversations:
             for turn in conversation.turns:
-                yield from self._versions.spans(
-                    turn.response.completion, turn.policy_version
-                )
-
-    def foreign(self, group: FunctionGroup) -> str | None:
-        """Returns a weight version of the responses that another sender has sent."""
-        return self._versions.foreign(
-            turn.response.completion
-            for conversation in group.conversations
-            for turn in conversation.turns
-        )
+                yield turn.response.completion, turn.policy_version
 
     def write(self, group: FunctionGroup) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""
@@ -144,7 +245,3 @@ class FunctionGroups:
     def record(self, group: FunctionGroup) -> list[ResponseRecord]:
         """Returns the responses of a group for :class:`.GroupEnded`."""
         return record_conversations(group.conversations, self._versions)
-
-    def close(self) -> None:
-        """Ends the threads of functions."""
-        self._blocking.close()

@@ -1,155 +1,59 @@
-"""Which groups a collector makes: of an agent, of environments or of functions."""
+"""The short way to a kind of groups: its arguments as the collector's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, cast
 
-from torchrl.envs import EnvBase
-
-from torchrl_sglang.collectors.groups.agents import AgentGroups
-from torchrl_sglang.collectors.groups.conversations import Conversations
 from torchrl_sglang.collectors.groups.environments import EnvironmentGroups
 from torchrl_sglang.collectors.groups.functions import FunctionGroups
-from torchrl_sglang.collectors.groups.rewards import Rewards
-from torchrl_sglang.collectors.groups.rows import GroupWriter
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.contract import Groups
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf
-from torchrl_sglang.collectors.timeouts import CollectorTimeouts
+from torchrl_sglang.collectors.runtime.contract import GroupKind
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.gateway import Gateway
-from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
-from torchrl_sglang.policies.turns import TurnCodec
-from torchrl_sglang.requests.seeds import SampleSeeds
-from torchrl_sglang.support.blocking import BlockingCalls
-from torchrl_sglang.support.log import torchrl_logger
+
+GROUP_ARGUMENTS = frozenset(
+    {"env", "agent", "gateway", *(each.name for each in fields(FunctionGroups))}
+)
+"""Arguments of all kinds of groups."""
 
 
-def make_groups(
-    env: Callable[[], EnvBase] | None,
-    policy: SGLangWrapper,
-    versions: PolicyVersions,
-    *,
-    group_size: int,
-    timeouts: CollectorTimeouts,
-    blocking: BlockingCalls,
-    seeds: SampleSeeds | None,
-    priority_of: PriorityOf,
-    agent: Any,
-    gateway: Any,
-    **functions: Any,
-) -> Groups:
-    """Returns the maker of groups: of environments, of agents or of plain functions.
+def choose_groups(groups: Any, arguments: Mapping[str, Any]) -> GroupKind:
+    """Returns the kind of groups of a collector.
 
     Args:
-        env: makes an environment of TorchRL.
-        policy: what generates.
-        versions: of the weights.
-        group_size: conversations of a group.
-        timeouts: of the collector.
-        blocking: threads of the user's functions.
-        seeds: of samples; None: the engine's own randomness.
-        priority_of: the priority of a group's requests.
-        agent: writes a whole conversation.
-        gateway: an agent's endpoint.
-        functions: arguments of :class:`.Conversations`, and both kinds of rewards.
+        groups: a kind, or a function that makes an environment.
+        arguments: of a kind, among ``GROUP_ARGUMENTS``; ``None`` for a default.
 
     Raises:
-        ConfigurationError: if there is more than one way to make a conversation, or an
-            agent has no gateway of this policy's engine.
+        ConfigurationError: if there is more than one kind, or an agent without gateway.
     """
-    given = [
-        name
-        for name, value in functions.items()
-        if value is not None and name != "query_key"
-    ]
+    given = {name: each for name, each in arguments.items() if each is not None}
+    if isinstance(groups, GroupKind):
+        _refuse(given, "groups, which takes them itself")
+        return groups
+    if groups is not None:
+        given["env"] = groups
+    threads = {name: given.pop(name) for name in {"num_threads"}.intersection(given)}
+    agent, gateway = given.pop("agent", None), given.pop("gateway", None)
     if agent is not None:
-        if given or env is not None:
+        _refuse(given, "agent, which is the whole conversation")
+        if not hasattr(gateway, "agent_groups"):
             raise ConfigurationError(
-                f"{' and '.join(given) or 'env'} cannot be given with agent, which is "
-                f"the whole conversation."
+                f"An agent needs a gateway, got {gateway!r}; give "
+                f"gateway=Gateway(engine)."
             )
-        return AgentGroups(
-            agent,
-            _check_gateway(gateway, policy),
-            versions,
-            size=group_size,
-            seconds=timeouts.agent,
-            blocking=blocking,
-            priority_of=priority_of,
-        )
+        return cast(GroupKind, gateway.agent_groups(agent, **threads))
     if gateway is not None:
         raise ConfigurationError("gateway is for agents; give an agent, too.")
-    options: dict[str, Any] = {
-        "timeouts": timeouts,
-        "blocking": blocking,
-        "seeds": seeds,
-        "priority_of": priority_of,
-    }
-    if env is None:
-        return _of_functions(policy, versions, group_size, **options, **functions)
-    if given:
+    if "env" not in given:
+        return FunctionGroups(**given, **threads)
+    env = given.pop("env")
+    _refuse(given, "env, whose transforms say what a conversation is")
+    return EnvironmentGroups(env, **threads)
+
+
+def _refuse(names: Iterable[str], beside: str) -> None:
+    if names := list(names):
         raise ConfigurationError(
-            f"{' and '.join(given)} cannot be given with env, whose transforms say "
-            f"what a conversation is."
+            f"{' and '.join(names)} cannot be given with {beside}."
         )
-    return EnvironmentGroups(env, policy, versions, size=group_size, **options)
-
-
-def _of_functions(
-    policy: SGLangWrapper,
-    versions: PolicyVersions,
-    size: int,
-    *,
-    rewards: Any,
-    group_rewards: Any,
-    timeouts: CollectorTimeouts,
-    blocking: BlockingCalls,
-    seeds: SampleSeeds | None,
-    priority_of: PriorityOf,
-    **functions: Any,
-) -> Groups:
-    rewarded = Rewards(
-        rewards,
-        group_rewards,
-        seconds=timeouts.reward,
-        blocking=blocking,
-        query_key=functions["query_key"],
-    )
-    tools = functions["tools"]
-    codec = TurnCodec(policy, () if tools is None else tools.schemas)
-    if tools is not None and not codec.tells_of_tools():
-        torchrl_logger.warning(
-            "The chat template says nothing of tools, so that the policy does not know "
-            "that it can call some. Tell it in system_prompt or in the prompts, or "
-            "give the policy another chat_template."
-        )
-    if not rewarded and functions["step"] is None:
-        torchrl_logger.warning(
-            "There are neither rewards nor group_rewards, nor a step that could set "
-            "rewards: all rewards will be 0."
-        )
-    return FunctionGroups(
-        Conversations(codec, timeouts=timeouts, blocking=blocking, **functions),
-        rewarded,
-        GroupWriter(codec, versions),
-        versions,
-        size=size,
-        blocking=blocking,
-        seeds=seeds,
-        priority_of=priority_of,
-    )
-
-
-def _check_gateway(gateway: Any, policy: SGLangWrapper) -> Gateway:
-    if not isinstance(gateway, Gateway):
-        raise ConfigurationError(
-            f"An agent needs a gateway, got {gateway!r}; give gateway=Gateway(engine)."
-        )
-    if gateway.engine is not policy.model:
-        raise ConfigurationError(
-            "The gateway and the policy have different engines; make the gateway with "
-            "policy.model."
-        )
-    return gateway

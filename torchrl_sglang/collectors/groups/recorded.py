@@ -8,7 +8,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.groups.conversations import Conversation
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
+from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.observer import ResponseRecord, TurnRecord
 from torchrl_sglang.types import Completion

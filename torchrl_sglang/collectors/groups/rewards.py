@@ -21,8 +21,8 @@ from torchrl_sglang.collectors.groups.reward_functions import (
 )
 from torchrl_sglang.collectors.groups.user_functions import naming
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.credit import as_reward
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import as_reward
 from torchrl_sglang.support.user_code import together
 
 

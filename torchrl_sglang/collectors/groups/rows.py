@@ -8,7 +8,7 @@ one reward for all tokens of a response, in ``GRPOLoss``'s layout.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,48 +16,20 @@ from tensordict import NestedKey, TensorDict
 
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.groups.rewards import finite
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.errors import ConfigurationError, TaskError
+from torchrl_sglang.collectors.runtime.columns import (
+    ROW_COLUMNS,
+    TURN_COLUMNS,
+    check_names,
+)
+from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.outputs import (
-    non_tensor,
     to_history,
     to_message,
     to_prompt,
     unchecked,
 )
 from torchrl_sglang.policies.turns import TurnCodec
-from torchrl_sglang.support.user_code import describe
-
-ROW_COLUMNS = frozenset(
-    {
-        "done",
-        "next",
-        "policy_version",
-        "reward",
-        "terminated",
-        "truncated",
-        POLICY_VERSIONS,
-    }
-)
-"""Columns of the rows of every kind of group, beside the policy's containers."""
-
-POLICY_COLUMNS = frozenset({"history", "log_probs", "masks", "text", "tokens"})
-"""Columns of the containers of a policy with its default keys."""
-
-TURN_COLUMNS = frozenset({"history", "step_count"})
-"""Further columns of the turns of plain functions."""
-
-
-def oldest_version(
-    conversations: Sequence[Conversation], versions: PolicyVersions
-) -> int:
-    """Returns the policy version of the oldest token of a group."""
-    return versions.oldest(
-        (turn.response.completion, turn.policy_version)
-        for conversation in conversations
-        for turn in conversation.turns
-    )
 
 
 class GroupWriter:
@@ -83,7 +55,7 @@ class GroupWriter:
 
         Args:
             conversations: a complete group.
-            task: its columns, as :func:`check_task` returned them before any function
+            task: its columns, as :func:`.check_task` returned them before any function
                 could change them.
 
         Raises:
@@ -165,71 +137,3 @@ def _ends(*, terminated: bool, truncated: bool) -> dict[str, torch.Tensor]:
         "terminated": torch.full((1,), terminated),
         "truncated": torch.full((1,), truncated),
     }
-
-
-def check_names(names: Iterable[Any], columns: frozenset[str], what: str) -> None:
-    """Checks names that become columns of rows.
-
-    Args:
-        names: of rewards, or of the values of a task.
-        columns: names that a row uses itself.
-        what: they name.
-
-    Raises:
-        ConfigurationError: if one is not a string, or is among ``columns``.
-    """
-    for name in names:
-        if not isinstance(name, str) or not name:
-            raise ConfigurationError(
-                f"The name of {what} must be a text, got {name!r}."
-            )
-        if name in columns:
-            raise ConfigurationError(
-                f"{what[0].upper()}{what[1:]} is named {name!r}, and a batch has a "
-                f"column of that name; rename it. Taken are: "
-                f"{', '.join(sorted(columns))}."
-            )
-
-
-def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> dict[str, Any]:
-    """Checks that a task can be written, before anything is generated for it.
-
-    Returns:
-        dict: its columns. The functions of the user, which get the task itself, cannot
-        change them.
-
-    Raises:
-        TaskError: if it cannot.
-    """
-    try:
-        check_names(task, columns, "a value of the task")
-    except ConfigurationError as error:
-        raise TaskError(str(error)) from error
-    return to_values(task)
-
-
-def to_values(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a task as a TensorDict holds them.
-
-    Raises:
-        TaskError: if it cannot hold one.
-    """
-    values = {}
-    for name, value in task.items():
-        try:
-            values[name] = _to_value(value)
-        except Exception as error:
-            raise TaskError(
-                f"The value {name!r} of a task cannot be a column: {describe(error)}"
-            ) from error
-    return values
-
-
-def _to_value(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value
-    if isinstance(value, (bool, float)):
-        return torch.tensor(value)
-    if isinstance(value, int) and -(2**63) <= value < 2**63:
-        return torch.tensor(value)
-    return non_tensor(value)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.runtime.contract import Groups
+from torchrl_sglang.collectors.runtime.contract import GroupMaker
 from torchrl_sglang.collectors.runtime.group_events import GroupEvents
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
@@ -80,7 +80,7 @@ class Complete:
     """A complete group."""
 
     group: Any
-    """The group as :class:`Groups` made it."""
+    """The group as its :class:`.GroupMaker` made it."""
     rows: list[TensorDictBase]
     """Turns of the group in TorchRL's layout."""
     kept: bool = True
@@ -109,7 +109,7 @@ class Collection:
         self,
         pool: GroupPool[Complete],
         prompts: PromptStream,
-        groups: Groups,
+        groups: GroupMaker,
         *,
         max_in_flight: int | None,
         max_retries: int,

@@ -1,27 +1,91 @@
-"""What a collection needs of groups, whatever their conversations are held by."""
+"""GroupKind and GroupMaker: the interface between a collector and its groups."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
 
 from tensordict import TensorDictBase
 
+from torchrl_sglang.collectors.runtime.columns import check_names
 from torchrl_sglang.collectors.runtime.stats import Meter
+from torchrl_sglang.collectors.runtime.versions import PolicyVersions
+from torchrl_sglang.collectors.scheduling.priority import PriorityOf
+from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.observer import ResponseRecord
+from torchrl_sglang.requests.seeds import SampleSeeds
+from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.types import Completion
 
 TokenSpan: TypeAlias = tuple[int, int]
 """Policy version and number of tokens."""
 
 
-class Groups(Protocol):
-    """Makes the groups of a collection."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupSetting:
+    """The part of a collector that its groups use."""
 
+    policy: Any
+    """Continues conversations: an :class:`.SGLangWrapper`."""
+    versions: PolicyVersions
+    """Versions of its weights."""
     size: int
     """Conversations of a group."""
-    generating: Meter
-    """Conversations that wait for the engine."""
+    query_key: str
+    """Key of a task's prompt."""
+    timeouts: CollectorTimeouts
+    seeds: SampleSeeds | None
+    """Seeds of responses; ``None`` for the policy's."""
+    priority_of: PriorityOf
+    """Returns the priority of a group's requests."""
 
+
+class GroupKind(abc.ABC):
+    """A kind of conversations, for ``AsyncLLMCollector(groups=...)``.
+
+    Attributes:
+        of_agents (bool): rows are a gateway's trajectories, each with the reward of its
+            whole conversation. Defaults to False.
+    """
+
+    __slots__ = ()
+    of_agents: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def maker(self, setting: GroupSetting) -> GroupMaker:
+        """Returns a maker of groups, for one collector.
+
+        Raises:
+            ConfigurationError: if the collector's policy does not fit.
+        """
+
+
+class GroupMaker(abc.ABC):
+    """Makes the groups of one collector.
+
+    Args:
+        setting: of the collector.
+        columns: names that a row uses itself.
+        blocking: threads of the user's functions, which end with the collector.
+
+    Attributes:
+        size (int): conversations of a group.
+        generating (Meter): conversations that wait for the engine.
+    """
+
+    def __init__(
+        self, setting: GroupSetting, columns: frozenset[str], blocking: BlockingCalls
+    ) -> None:
+        self.size = setting.size
+        self.generating = Meter()
+        self._setting = setting
+        self._versions = setting.versions
+        self._columns = columns
+        self._blocking = blocking
+
+    @abc.abstractmethod
     async def run(
         self,
         position: int,
@@ -29,22 +93,42 @@ class Groups(Protocol):
         policy_version: Callable[[], int],
         turn: Callable[[], Any],
     ) -> Any:
-        """Returns a complete group; each conversation runs inside ``turn()``."""
+        """Returns a complete group; each conversation runs inside ``turn()``.
+
+        Args:
+            position: of its prompt.
+            task: element of the prompts.
+            policy_version: returns the number of weight updates so far.
+            turn: makes an async context manager.
+        """
+
+    @abc.abstractmethod
+    def turns(self, group: Any) -> Iterable[tuple[Completion, int]]:
+        """Returns the trained responses of a group, and the policy version of each.
+
+        The version is that of the time at which its prompt was sent.
+        """
+
+    @abc.abstractmethod
+    def write(self, group: Any) -> list[TensorDictBase]:
+        """Returns a TensorDict for each turn, or each trajectory of an agent."""
+
+    @abc.abstractmethod
+    def record(self, group: Any) -> list[ResponseRecord]:
+        """Returns the responses of a group for :class:`.GroupEnded`, in any thread."""
 
     def oldest(self, group: Any) -> int:
         """Returns the policy version of a group's oldest token."""
+        return self._versions.oldest(self.turns(group))
 
     def spans(self, group: Any) -> Iterator[TokenSpan]:
-        """Yields policy version and number of tokens of parts of the responses."""
+        """Yields policy version and number of tokens of each part of the responses."""
+        for completion, sent in self.turns(group):
+            yield from self._versions.spans(completion, sent)
 
     def foreign(self, group: Any) -> str | None:
         """Returns a weight version of the responses that another sender has sent."""
-
-    def write(self, group: Any) -> list[TensorDictBase]:
-        """Returns a TensorDict for each turn."""
-
-    def record(self, group: Any) -> list[ResponseRecord]:
-        """Returns the responses of a group for :class:`.GroupEnded`, in any thread."""
+        return self._versions.foreign(completion for completion, _ in self.turns(group))
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Checks the names of a dataset's columns.
@@ -52,6 +136,8 @@ class Groups(Protocol):
         Raises:
             ConfigurationError: if one is the name of a column of a batch.
         """
+        check_names(names, self._columns, "a column of prompts")
 
     def close(self) -> None:
         """Frees the resources with which groups are made."""
+        self._blocking.close()

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.groups.rows import (
+from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
+from torchrl_sglang.collectors.runtime.columns import (
     ROW_COLUMNS,
-    check_names,
     check_task,
 )
-from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
-from torchrl_sglang.collectors.groups.versions import PolicyVersions
-from torchrl_sglang.collectors.runtime.contract import TokenSpan
-from torchrl_sglang.collectors.runtime.stats import Meter
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf, no_priority
-from torchrl_sglang.errors import CollectionError
-from torchrl_sglang.gateway.agents import Agent, run_agent
+from torchrl_sglang.collectors.runtime.contract import (
+    GroupKind,
+    GroupMaker,
+    GroupSetting,
+)
+from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.gateway.agents import Agent, Sessions, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
-from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.recorded import record_session
+from torchrl_sglang.gateway.responder import Responder
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.trajectories import Trajectory
-from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.support.blocking import BlockingCalls
+from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import remember, span
 from torchrl_sglang.support.user_code import together
+from torchrl_sglang.types import Completion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,49 +55,79 @@ COLUMNS = ROW_COLUMNS | CONTAINERS
 """Names that a row of an agent uses itself."""
 
 
-class AgentGroups:
+@dataclass(frozen=True, slots=True)
+class AgentGroups(GroupKind):
+    """Conversations of agents, programs that talk to a gateway.
+
+    A batch has a row for each trajectory, in the layout of
+    :meth:`.Gateway.to_tensordict`.
+
+    Args:
+        gateway (Gateway): its sampling parameters and template are used, and the engine
+            is the policy's. It must have been started.
+        agent: ``async def agent(task, *, base_url, api_key)`` with a client of OpenAI's
+            or Anthropic's protocol. It returns a reward.
+        num_threads (int): most threads for agents that are not coroutine functions.
+            Defaults to 16.
+
+    Raises:
+        ConfigurationError: if an argument is wrong.
+    """
+
+    of_agents: ClassVar[bool] = True
+
+    gateway: Sessions
+    agent: Agent
+    num_threads: int = field(default=16, kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_count("num_threads", self.num_threads)
+        if not isinstance(self.gateway, Responder):
+            raise ConfigurationError(
+                f"An agent needs a gateway, got {self.gateway!r}; give "
+                f"gateway=Gateway(engine)."
+            )
+
+    def maker(self, setting: GroupSetting) -> AgentGroupMaker:
+        """Returns a maker of groups, for one collector.
+
+        Raises:
+            ConfigurationError: if the gateway has another engine than the policy, or
+                the agent takes other arguments.
+        """
+        if self.gateway.engine is not setting.policy.model:
+            raise ConfigurationError(
+                "The gateway and the policy have different engines; make the gateway "
+                "with policy.model."
+            )
+        blocking = BlockingCalls("torchrl_sglang-functions", self.num_threads)
+        return AgentGroupMaker(self.agent, self.gateway, setting, blocking)
+
+
+class AgentGroupMaker(GroupMaker):
     """Runs groups of agents, and writes their trajectories.
 
     Args:
         agent: as for :meth:`.Gateway.run_agents`.
-        gateway: that they talk to.
-        versions: of the policy.
-        size: agents of a group.
-        seconds: timeout of an agent.
+        gateway: serves them.
+        setting: of the collector.
         blocking: threads, which end with the collector.
-        priority_of: the priority of a group's requests.
-
-    Attributes:
-        columns (frozenset of str): names that a row uses itself.
     """
 
     def __init__(
         self,
         agent: Agent,
-        gateway: Gateway,
-        versions: PolicyVersions,
-        *,
-        size: int,
-        seconds: float,
+        gateway: Sessions,
+        setting: GroupSetting,
         blocking: BlockingCalls,
-        priority_of: PriorityOf = no_priority,
     ) -> None:
-        self.size = size
-        self.columns = COLUMNS | {column.name for column in gateway.token_columns}
-        self.generating = Meter()
+        columns = COLUMNS | {column.name for column in gateway.token_columns}
+        super().__init__(setting, columns, blocking)
         self._agent = agent
         self._gateway = gateway
-        self._versions = versions
-        self._seconds = seconds
-        self._blocking = blocking
-        self._priority_of = priority_of
         self._role = f"The agent {name_of(agent)!r}"
         self._told = False
         check_call(self._role, agent, "task", base_url="", api_key="")
-
-    def check_columns(self, names: Iterable[str]) -> None:
-        """Checks the names of a dataset's columns; see :func:`.check_names`."""
-        check_names(names, self.columns, "a column of prompts")
 
     async def run(
         self,
@@ -106,7 +137,7 @@ class AgentGroups:
         turn: Callable[[], Any],
     ) -> AgentGroup:
         """Returns a complete group of agents with the same task."""
-        columns = check_task(task, self.columns)
+        columns = check_task(task, self._columns)
 
         async def one() -> AgentRun:
             async with turn():
@@ -122,7 +153,7 @@ class AgentGroups:
         policy_version: int,
     ) -> AgentRun:
         session = self._gateway.session(group=f"group-{position}")
-        session.priority = self._priority_of(position)
+        session.priority = self._setting.priority_of(position)
         self.generating.add(1)
         try:
             with naming(self._role), span("agent", session=session.name):
@@ -132,7 +163,7 @@ class AgentGroups:
                     task,
                     session,
                     blocking=self._blocking,
-                    seconds=self._seconds,
+                    seconds=self._setting.timeouts.agent,
                 )
         finally:
             self.generating.add(-1)
@@ -163,28 +194,17 @@ class AgentGroups:
             )
         return AgentRun(session=ended, task=columns, policy_version=policy_version)
 
-    def oldest(self, group: AgentGroup) -> int:
-        """Returns the policy version of a group's oldest token."""
-        return self._versions.oldest(
-            (turn.completion, run.policy_version) for run, turn in _turns(group)
-        )
-
-    def spans(self, group: AgentGroup) -> Iterator[TokenSpan]:
-        """Yields policy version and number of tokens of each part of the responses."""
-        for run, turn in _turns(group):
-            yield from self._versions.spans(turn.completion, run.policy_version)
-
-    def foreign(self, group: AgentGroup) -> str | None:
-        """Returns a weight version of the responses that another sender has sent."""
-        return self._versions.foreign(turn.completion for _, turn in _turns(group))
+    def turns(self, group: AgentGroup) -> Iterator[tuple[Completion, int]]:
+        """Yields the trained responses of a group, and the policy version of each."""
+        for run in group:
+            for turn in filter(run.session.is_trained, run.session.turns):
+                yield turn.completion, run.policy_version
 
     def write(self, group: AgentGroup) -> list[TensorDictBase]:
         """Returns a TensorDict for each trajectory, in the layout of the gateway."""
         rows: list[TensorDictBase] = []
         for run in group:
-            oldest = self._versions.oldest(
-                (turn.completion, run.policy_version) for _, turn in _turns([run])
-            )
+            oldest = self.oldest([run])
             trajectories = run.session.trajectories()
             for row, path in zip(to_rows([run.session]), trajectories, strict=True):
                 row.set("policy_version", torch.full((), oldest))
@@ -210,14 +230,3 @@ class AgentGroups:
         for turn, _, start, end in path.spans():
             versions[start:end] = self._versions.of_tokens(turn.completion, sent)
         return versions[len(path.turns[0].prompt.token_ids) :]
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._blocking.close()
-
-
-def _turns(group: AgentGroup) -> Iterator[tuple[AgentRun, Turn]]:
-    """Yields the turns that are trained."""
-    for run in group:
-        for turn in filter(run.session.is_trained, run.session.turns):
-            yield run, turn
