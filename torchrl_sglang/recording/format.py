@@ -68,12 +68,12 @@ def files_of(folder: Path, stream: str) -> list[tuple[Path, int]]:
 
     Another process may remove one meanwhile.
     """
-    found = []
+    files = []
     for path in folder.glob(f"{stream}-*.jsonl"):
         with suppress(FileNotFoundError):
             size = path.stat().st_size
-            found.append((number_of(path.name), path.name, path, size))
-    return [(path, size) for _, _, path, size in sorted(found)]
+            files.append((number_of(path.name), path.name, path, size))
+    return [(path, size) for _, _, path, size in sorted(files)]
 
 
 def number_of(name: str) -> int:
@@ -138,8 +138,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     path = folder / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        number = found["format"]
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        number = manifest["format"]
     except FileNotFoundError:
         raise ConfigurationError(
             f"{str(folder)!r} is not the folder of a recording: it has no {MANIFEST}. "
@@ -152,13 +152,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{FORMAT}}} to it."
         ) from error
     if number != FORMAT:
-        writer = found.get("torchrl_sglang", "another version")
+        writer = manifest.get("torchrl_sglang", "another version")
         raise ConfigurationError(
             f"The recording in {str(folder)!r} has format {number!r}, written by "
             f"torchrl-sglang {writer}; this version reads format {FORMAT}. Open it "
             f"with that version, or record to another folder."
         )
-    return dict(found)
+    return dict(manifest)
 
 
 def find_recording(given: str | os.PathLike[str]) -> Path:
@@ -169,8 +169,8 @@ def find_recording(given: str | os.PathLike[str]) -> Path:
     """
     folder = Path(given).expanduser()
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise ConfigurationError(f"{str(folder)!r} {what}; give a run's folder.")
+        reason = "is a file" if folder.exists() else "does not exist"
+        raise ConfigurationError(f"{str(folder)!r} {reason}; give a run's folder.")
     inner = folder / SUBFOLDER
     if not (folder / MANIFEST).exists() and (inner / MANIFEST).exists():
         return inner

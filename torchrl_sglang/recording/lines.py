@@ -69,7 +69,7 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     id: int | str
     writer: str
-    """The writer of its file: each numbers its groups from 1."""
+    """The writer of its file, which has numbers of its own."""
     began: float
     """When it started, in seconds since the epoch."""
     ended: float
@@ -131,13 +131,13 @@ def read_line(line: bytes) -> dict[str, Any]:
         {'kind': 'step', 'step': 1}
     """
     try:
-        found = msgspec.json.decode(line)
+        record = msgspec.json.decode(line)
     except ValueError:
         # Python's own form of JSON has numbers that are not finite.
-        found = json.loads(line)
-    if not isinstance(found, dict):
+        record = json.loads(line)
+    if not isinstance(record, dict):
         raise ValueError("It is no record.")
-    return found
+    return record
 
 
 def read_group(line: bytes, writer: str = "") -> GroupLine | None:
@@ -168,44 +168,44 @@ def _decode(line: bytes) -> _WholeLine:
     try:
         return _WHOLE.decode(line)
     except ValueError:
-        found = read_line(line)
-    for each in found["responses"]:
+        record = read_line(line)
+    for response in record["responses"]:
         # Whatever a user's function returned.
-        each["reward"] = number(each.get("reward"))
-        named = each.get("rewards", {}).items()
-        each["rewards"] = {name: number(value) for name, value in named}
-    return msgspec.convert(found, _WholeLine)
+        response["reward"] = number(response.get("reward"))
+        named = response.get("rewards", {}).items()
+        response["rewards"] = {name: number(value) for name, value in named}
+    return msgspec.convert(record, _WholeLine)
 
 
-def _with_totals(found: _WholeLine, line: bytes, writer: str) -> GroupLine:
-    responses = found.responses
+def _with_totals(group: _WholeLine, line: bytes, writer: str) -> GroupLine:
+    responses = group.responses
     keys, rewards, named = list[str](), list[float](), list[dict[str, float | None]]()
     tokens = turns = tools = cut = 0
     oldest: int | None = None
-    for each in responses:
-        keys += each.keys
-        tokens += each.tokens
-        tools += each.tools
-        cut += each.cut
-        turns = max(turns, each.turns)
-        if each.reward is not None:
-            rewards.append(each.reward)
-        if each.rewards:
-            named.append(each.rewards)
-        if each.versions and (oldest is None or each.versions[0] < oldest):
-            oldest = each.versions[0]
-    began, ended = found.time
+    for response in responses:
+        keys += response.keys
+        tokens += response.tokens
+        tools += response.tools
+        cut += response.cut
+        turns = max(turns, response.turns)
+        if response.reward is not None:
+            rewards.append(response.reward)
+        if response.rewards:
+            named.append(response.rewards)
+        if response.versions and (oldest is None or response.versions[0] < oldest):
+            oldest = response.versions[0]
+    start, end = group.time
     return GroupLine(
-        id=found.id,
+        id=group.id,
         writer=writer,
-        began=began,
-        ended=ended,
-        status=found.status,
-        position=found.position,
-        name=found.name,
-        versions=found.versions,
-        prompt=found.prompt,
-        texts=found.texts,
+        began=start,
+        ended=end,
+        status=group.status,
+        position=group.position,
+        name=group.name,
+        versions=group.versions,
+        prompt=group.prompt,
+        texts=group.texts,
         source=line,
         count=len(responses),
         keys=keys,
@@ -221,17 +221,17 @@ def _with_totals(found: _WholeLine, line: bytes, writer: str) -> GroupLine:
     )
 
 
-def _sums(found: list[dict[str, float | None]]) -> dict[str, tuple[float, int]]:
+def _sums(responses: list[dict[str, float | None]]) -> dict[str, tuple[float, int]]:
     """Returns the sum and the number of the values that each name has."""
     sums = {}
-    for name in dict.fromkeys(chain.from_iterable(found)):
+    for name in dict.fromkeys(chain.from_iterable(responses)):
         try:
-            values: list[Any] = [each[name] for each in found]
+            values: list[Any] = [response[name] for response in responses]
             total = sum(values)
         except (KeyError, TypeError):
             # Some have no value.
-            known = [each.get(name) for each in found]
-            values = [value for value in known if value is not None]
+            named_values = [response.get(name) for response in responses]
+            values = [value for value in named_values if value is not None]
             total = sum(values)
         sums[name] = total, len(values)
     return sums

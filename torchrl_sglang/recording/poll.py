@@ -1,4 +1,4 @@
-"""The thread that asks servers and collectors what they do."""
+"""The thread that reads statistics of servers and collectors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOIN_SECONDS = 5.0
 """Wait for a question that is under way, at the end."""
 
 Read = Callable[[], Mapping[str, Any] | None]
-"""Returns figures; ``None``: whom it asks is gone."""
+"""Returns figures; ``None``: their source is gone."""
 
 
 class ServerPoll:
@@ -44,11 +44,11 @@ class ServerPoll:
         if not callable(getattr(engine, "stats", None)) or engine in self._engines:
             return
         self._engines.add(engine)
-        own = weakref.ref(engine)
+        find = weakref.ref(engine)
 
         def read() -> Mapping[str, Any] | None:
-            found = own()
-            return None if found is None else _engine_figures(found)
+            alive = find()
+            return None if alive is None else _engine_figures(alive)
 
         self.watch("engine", read)
 
@@ -80,24 +80,26 @@ class ServerPoll:
 
     def _run(self) -> None:
         while True:
-            for each in list(self._watched):
-                self._ask(*each)
+            for watched in list(self._watched):
+                self._ask(*watched)
             if self._ended.wait(self._seconds):
                 return
 
     def _ask(self, kind: str, read: Read) -> None:
         try:
-            found = read()
+            figures = read()
         except Exception as error:  # noqa: BLE001 - Servers may be gone.
             torchrl_logger.debug(f"A recorder was not told of the {kind}: {error!r}")
             return
-        if found is None:
+        if figures is None:
             with self._lock:
-                self._watched = [each for each in self._watched if each[1] is not read]
+                self._watched = [
+                    watched for watched in self._watched if watched[1] is not read
+                ]
             return
         if self._ended.is_set():
             return
-        record = {"kind": kind, "time": time.time(), **found}
+        record = {"kind": kind, "time": time.time(), **figures}
 
         def write(files: Files) -> None:
             files.append("events", record)
@@ -106,7 +108,7 @@ class ServerPoll:
 
 
 def _engine_figures(engine: Any) -> Mapping[str, Any] | None:
-    """Returns what an engine and its servers do now."""
+    """Returns the current statistics of an engine and its servers."""
     stats = engine.stats()
     return {
         **_memory(),

@@ -67,7 +67,7 @@ class _Tail:
 
     def read(self, parse: Callable[[bytes], Line], damage: Damage) -> list[Line]:
         """Returns the lines that were added, as a function reads them."""
-        found: list[Line] = []
+        records: list[Line] = []
         with self.path.open("rb") as file:
             file.seek(self.offset)
             while block := file.read(BLOCK):
@@ -77,19 +77,19 @@ class _Tail:
                     self.skips, lines = False, lines[1:]
                 for line in filter(None, lines):
                     try:
-                        found.append(parse(line))
+                        records.append(parse(line))
                     except ERRORS:
                         damage.add(f"{self.path.name}: a line is no record")
                 if len(self.rest) > MOST_OF_LINE:
                     if not self.skips:
                         damage.add(f"{self.path.name}: a line is too long")
                     self.rest, self.skips = b"", True
-        return found
+        return records
 
 
 @dataclass(kw_only=True)
 class Recording:
-    """The lines of a recording; :meth:`refresh` reads what was added.
+    """The lines of a recording; :meth:`refresh` reads new ones.
 
     Examples:
         >>> import tempfile
@@ -119,7 +119,7 @@ class Recording:
 
     @classmethod
     def open(cls, folder: Any) -> Recording:
-        """Reads a recording, or that of a run in its folder.
+        """Reads a recording, given its folder or the folder of its run.
 
         Raises:
             ConfigurationError: if there is none, or it has another format.
@@ -130,13 +130,13 @@ class Recording:
 
     @classmethod
     def find(cls, folder: Any) -> Recording:
-        """Returns a recording, or that of a run in its folder; nothing of it is read.
+        """Finds a recording as :meth:`open` does, and reads no line of it.
 
         Raises:
             ConfigurationError: if there is none, or it has another format.
         """
-        found = find_recording(folder)
-        return cls(folder=found, manifest=read_manifest(found))
+        path = find_recording(folder)
+        return cls(folder=path, manifest=read_manifest(path))
 
     @property
     def writers(self) -> list[str]:
@@ -149,17 +149,17 @@ class Recording:
         return [name for name, tail in self._tails.items() if tail.rest]
 
     def refresh(self) -> bool:
-        """Reads what was added; returns whether something was."""
+        """Reads new lines; returns whether there are any."""
         with collect_garbage_afterwards():
             return self._refresh()
 
     def _refresh(self) -> bool:
         changed = False
-        for stream, most in MOST_BYTES.items():
-            for tail in self._new_files(stream, most):
+        for stream, max_bytes in MOST_BYTES.items():
+            for tail in self._new_files(stream, max_bytes):
                 self._tails[tail.path.name] = tail
-            known = [n for n in self._tails if n.startswith(f"{stream}-")]
-            for name in sorted(known):
+            names = [n for n in self._tails if n.startswith(f"{stream}-")]
+            for name in sorted(names):
                 changed |= self._read(stream, self._tails[name])
         return changed
 
@@ -169,7 +169,7 @@ class Recording:
             if stream == "groups":
                 parse = partial(read_group, writer=writer)
                 return self._add_groups(tail.read(parse, self.damage))
-            found = tail.read(read_line, self.damage)
+            records = tail.read(read_line, self.damage)
         except FileNotFoundError:
             # It made room for a newer one.
             return False
@@ -177,35 +177,35 @@ class Recording:
             self.damage.add(f"{tail.path.name}: {error}")
             return False
         if stream == "events":
-            for event in found:
+            for event in records:
                 event["writer"] = writer
-            self.events += found
+            self.events += records
         else:
-            self._add_pieces(found)
-        return bool(found)
+            self._add_pieces(records)
+        return bool(records)
 
-    def _add_groups(self, found: list[GroupLine | None]) -> bool:
-        groups = [line for line in found if line is not None]
+    def _add_groups(self, lines: list[GroupLine | None]) -> bool:
+        groups = [line for line in lines if line is not None]
         self.groups += groups
-        self.malformed += len(found) - len(groups)
-        return bool(found)
+        self.malformed += len(lines) - len(groups)
+        return bool(lines)
 
     def _add_pieces(self, lines: list[dict[str, Any]]) -> None:
-        for each in lines:
+        for line in lines:
             try:
-                self.pieces |= {int(k): str(v) for k, v in each["pieces"].items()}
+                self.pieces |= {int(k): str(v) for k, v in line["pieces"].items()}
             except (KeyError, AttributeError, ValueError):
                 self.malformed += 1
 
-    def _new_files(self, stream: str, most: int) -> list[_Tail]:
+    def _new_files(self, stream: str, max_bytes: int) -> list[_Tail]:
         """Returns files that are not known: the newest, of so many bytes together."""
         paths = files_of(self.folder, stream)
-        tails, left = [], most
+        tails, bytes_left = [], max_bytes
         for path, size in reversed(paths):
             if path.name in self._tails:
                 continue
-            start = max(size - left, 0)
-            left -= size - start
+            start = max(size - bytes_left, 0)
+            bytes_left -= size - start
             if start:
                 self.left_out.append(
                     f"Of {path.name}, {size / 1e6:,.0f} MB, the first "
@@ -235,7 +235,7 @@ class Recording:
 
 
 def find_all(folders: list[Any]) -> list[Recording]:
-    """Returns several recordings, of which nothing is read.
+    """Finds several recordings, and reads no line of them.
 
     Raises:
         ConfigurationError: if there is none, one of them is no recording, or two are
@@ -243,9 +243,9 @@ def find_all(folders: list[Any]) -> list[Recording]:
     """
     if not folders:
         raise ConfigurationError("Give the folder of a run.")
-    found = [Recording.find(each) for each in folders]
-    if len({each.folder.resolve() for each in found}) < len(found):
+    recordings = [Recording.find(folder) for folder in folders]
+    if len({recording.folder.resolve() for recording in recordings}) < len(recordings):
         raise ConfigurationError(
             f"{str(folders[0])!r} was given twice; give the folders of two runs."
         )
-    return found
+    return recordings

@@ -1,4 +1,4 @@
-"""RunRecorder: what a run does, appended to files while it runs."""
+"""RunRecorder: appends the events of a run to files, while it runs."""
 
 from __future__ import annotations
 
@@ -52,28 +52,27 @@ class RunRecorder:
     """Records a run in a folder, which ``torchrl-sglang view`` shows.
 
     It is one argument of :class:`.GRPO`, :class:`.AsyncLLMCollector` and
-    :class:`.Gateway`. They record the life of each group with its conversations and
-    tokens, weight updates, servers, and what the trainer does; a loop of your own adds
-    its phases and metrics:
+    :class:`.Gateway`, and records their events: groups with their conversations and
+    tokens, weight updates, servers, and phases of the trainer. A loop of your own adds
+    its phases and metrics.
 
-    Nothing that it does ends a run or makes it wait: lines are written by a thread,
-    from a queue that is bounded, and a full disk, a value that cannot be written or a
-    mistake in it costs what was to be recorded and one warning.
+    It never ends a run or makes it wait: a thread writes lines from a bounded queue.
+    A full disk, a value that cannot be written or a mistake in the recorder costs the
+    record and one warning.
 
     Args:
-        folder: of the recording; it is made. One that is a recording already goes on.
+        folder: of the recording; it is made, or an existing recording is continued.
 
     Keyword Args:
-        prompts (bool): record what the policy reads: prompts, messages, results of
-            tools. Defaults to True.
-        responses (bool): record what it writes, as text and tokens. Without them
+        prompts (bool): record the policy's input: prompts, messages, results of tools.
+            Defaults to True.
+        responses (bool): record the policy's output, as text and tokens. Without them
             log-probs and versions are still there. Defaults to True.
         sample (float): share of the groups whose conversations are recorded; the
             numbers of all are. Defaults to 1.
         max_bytes (int): most that the folder holds; the oldest files make room then,
             which the recording says. Defaults to 1 GiB.
-        poll_seconds (float): interval at which servers are asked what they do.
-            Defaults to 1.
+        poll_seconds (float): interval between statistics of servers. Defaults to 1.
 
     Raises:
         ConfigurationError: if an argument is wrong, or the folder cannot be written or
@@ -146,7 +145,7 @@ class RunRecorder:
         return f"RunRecorder({str(self.folder)!r}, lost={self._writer.lost})"
 
     def close(self) -> None:
-        """Writes what is left, within ten seconds. Safe to call twice."""
+        """Writes all queued records, within ten seconds. Safe to call twice."""
         self._finalizer()
 
     @property
@@ -164,20 +163,20 @@ class RunRecorder:
             name: ``"train"``, ``"evaluate"`` and ``"save"`` have colours of their own.
                 Waiting for batches and sending weights is recorded by the collector.
         """
-        began, start = time.time(), time.monotonic()
+        start, clock = time.time(), time.monotonic()
         try:
             yield
         finally:
-            self.add_phase(name, began, began + time.monotonic() - start)
+            self.add_phase(name, start, start + time.monotonic() - clock)
 
-    def add_phase(self, name: str, began: float, ended: float) -> None:
+    def add_phase(self, name: str, start: float, end: float) -> None:
         """Records a phase that has ended, in seconds since the epoch."""
-        self.event("phase", name=str(name), span=[began, ended])
+        self.event("phase", name=str(name), span=[start, end])
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
         """Records metrics of a step: numbers, or tensors of one.
 
-        What is none is left out and counted, with one warning.
+        Other values are left out and counted, with one warning.
         """
         values: dict[str, Any] = {}
         with self._forgiving("metrics"):
@@ -189,12 +188,12 @@ class RunRecorder:
                 self.event("metrics", step=number, values=values)
 
     @contextmanager
-    def _forgiving(self, what: str) -> Iterator[None]:
+    def _forgiving(self, name: str) -> Iterator[None]:
         """Counts an error of the block instead of raising it: a run never fails."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - Its record is all that fails.
-            reason = f"{what} cannot be recorded, {type(error).__name__}: {error}"
+            reason = f"{name} cannot be recorded, {type(error).__name__}: {error}"
             self._writer.lose("metric", reason)
 
     def trained(self, batch: Any, *, step: int | None = None) -> None:
@@ -216,12 +215,12 @@ class RunRecorder:
                 on the left; NaN where they are not known.
         """
         if parts:
-            cost = 1 + sum(known.numel() for _, known in parts)
+            cost = 1 + sum(log_probs.numel() for _, log_probs in parts)
             make = partial(scores_of, parts)
             self._writer.put(partial(_write_scored, make, time.time()), cost)
 
     def scored_elsewhere(self, scores: Scores | Exception) -> None:
-        """Records what :func:`scores_of` returned, or raised, in another process."""
+        """Records the result, or the error, of :func:`scores_of` in another process."""
         if isinstance(scores, Exception):
             reason = f"the log-probs of another rank are not known, {scores}"
             self._writer.lose("scores", reason)
@@ -231,7 +230,7 @@ class RunRecorder:
             self._writer.put(write, cost)
 
     def watch(self, engine: Any) -> None:
-        """Records what the servers of an engine do, until :meth:`close`."""
+        """Records the statistics of an engine's servers, until :meth:`close`."""
         self._poll.watch_engine(engine)
 
     def event(self, kind: str, **values: Any) -> None:
@@ -311,12 +310,12 @@ class _TokenStrips:
 
     def _unknown(self, ids: Iterable[np.ndarray[Any, Any]]) -> set[int]:
         """Returns the tokens among these whose texts are not written."""
-        found: set[int] = set()
-        for each in ids:
-            known = self._known.take(each, mode="clip")
-            if not known.all():
-                found.update(each[~known].tolist())
-        return found
+        tokens: set[int] = set()
+        for token_ids in ids:
+            is_known = self._known.take(token_ids, mode="clip")
+            if not is_known.all():
+                tokens.update(token_ids[~is_known].tolist())
+        return tokens
 
 
 def _write_pieces(tokens: set[int], tokenizer: Any, files: Files) -> str:
@@ -374,15 +373,16 @@ def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> No
 
 
 def scores_of(parts: Sequence[tuple[Any, Any]]) -> Scores:
-    """Returns what is recorded of the arguments of :meth:`RunRecorder.scored`."""
+    """Returns the records of the arguments of :meth:`RunRecorder.scored`."""
     rows, scores = [], {}
-    for part, known in parts:
-        for row, own in zip(part.unbind(0), known.float().cpu().numpy(), strict=True):
+    for part, log_probs in parts:
+        scored = log_probs.float().cpu().numpy()
+        for row, row_log_probs in zip(part.unbind(0), scored, strict=True):
             key, length = _key_of(row), len(row["tokens", "response"])
-            of_engine = row["log_probs", "full"]
+            engine = row["log_probs", "full"]
             # A response can have no token, and [-0:] is everything.
-            engine = of_engine[len(of_engine) - length :].float().cpu().numpy()
-            trainer = own[len(own) - length :]
+            engine = engine[len(engine) - length :].float().cpu().numpy()
+            trainer = row_log_probs[len(row_log_probs) - length :]
             rows.append({"key": key, **mismatch_of(trainer, engine)})
             scores[key] = pack(trainer, "f4")
     return Scores(rows=rows, log_probs=scores)

@@ -30,10 +30,10 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 def row_key(token_ids: Any) -> str:
-    """Returns what identifies a row of a batch: a digest of all of its tokens.
+    """Returns the identity of a row of a batch: a digest of all of its tokens.
 
-    Whatever a trainer does with rows (cut, shuffle, share with other ranks, keep in a
-    buffer), what it says of one is found again by this.
+    A trainer may cut rows, shuffle them, share them with other ranks or keep them in a
+    buffer: its records of a row are found by this key.
 
     Examples:
         >>> row_key([1, 2, 3]) == row_key(np.array([1, 2, 3], "int32"))
@@ -56,7 +56,7 @@ def summary_of(
     event: GroupEnded, responses: Sequence[ResponseRecord], bounds: Bounds
 ) -> dict[str, Any]:
     """Returns the line of a group, without the place of its texts."""
-    first = next((turn for each in responses for turn in each.turns), None)
+    first = next((turn for response in responses for turn in response.turns), None)
     prompt = _message(first.messages[-1], bounds) if first and first.messages else {}
     group = event.group
     return {
@@ -84,7 +84,10 @@ def _keys_of(responses: Sequence[ResponseRecord]) -> list[list[str]]:
             packed[id(token_ids)] = pack(token_ids, "i4")
         return packed[id(token_ids)]
 
-    return [[key_of(*map(pack_once, row)) for row in each.rows] for each in responses]
+    return [
+        [key_of(*map(pack_once, row)) for row in response.rows]
+        for response in responses
+    ]
 
 
 def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
@@ -93,8 +96,8 @@ def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
     versions: list[int] = []
     for turn in response.turns:
         done = turn.completion
-        known, number = sum_and_count(done.log_probs)
-        total, count = total + known, count + number
+        log_prob, number = sum_and_count(done.log_probs)
+        total, count = total + log_prob, count + number
         tokens += len(done.token_ids)
         prompt_tokens += turn.prompt_tokens
         cached += done.cached_tokens
@@ -120,15 +123,15 @@ def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
 
 
 def sum_and_count(log_probs: Sequence[float] | None) -> tuple[float, int]:
-    """Returns the sum of the log-probs that are known, and their number."""
+    """Returns the sum of the finite log-probs, and their number."""
     if not log_probs:
         return 0.0, 0
     total = sum(log_probs)
     if math.isfinite(total):
         return total, len(log_probs)
     values = np.asarray(log_probs, "f8")
-    known = values[np.isfinite(values)]
-    return float(known.sum()), len(known)
+    finite = values[np.isfinite(values)]
+    return float(finite.sum()), len(finite)
 
 
 def mismatch_of(
@@ -168,8 +171,8 @@ def texts_of(
 
 
 def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:
-    done = turn.completion
-    found: dict[str, Any] = {
+    completion = turn.completion
+    line: dict[str, Any] = {
         "number": turn.number,
         "parent": turn.parent,
         "branch": turn.branch,
@@ -180,28 +183,28 @@ def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:
         "time": [turn.start, turn.end],
         "reward": turn.reward,
         "trained": turn.is_trained,
-        "finish": done.finish_reason,
+        "finish": completion.finish_reason,
         "prompt_tokens": turn.prompt_tokens,
-        "cached": done.cached_tokens,
+        "cached": completion.cached_tokens,
         "versions": [list(span) for span in turn.spans],
-        "count": len(done.token_ids),
+        "count": len(completion.token_ids),
     }
     if bounds.responses:
-        found["ids"] = pack(done.token_ids, "i4")
-    if done.log_probs is not None:
-        found["log_probs"] = pack(done.log_probs, "f4")
+        line["ids"] = pack(completion.token_ids, "i4")
+    if completion.log_probs is not None:
+        line["log_probs"] = pack(completion.log_probs, "f4")
     columns = {
         name: pack(values.values, "f4")
-        for name, values in done.columns.items()
+        for name, values in completion.columns.items()
         if values.layout.shape == ()
     }
-    return {**found, "columns": columns} if columns else found
+    return {**line, "columns": columns} if columns else line
 
 
 def _messages(
     messages: Iterable[Mapping[str, Any]], bounds: Bounds
 ) -> list[dict[str, Any]]:
-    return [_message(each, bounds) for each in messages]
+    return [_message(message, bounds) for message in messages]
 
 
 def _message(message: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
@@ -214,11 +217,11 @@ def _message(message: Mapping[str, Any], bounds: Bounds) -> dict[str, Any]:
 
 def _shown(message: Mapping[str, Any]) -> dict[str, Any]:
     role = str(message.get("role", ""))
-    found = {"role": role, "content": _text(message.get("content"))}
+    shown = {"role": role, "content": _text(message.get("content"))}
     for name in ("name", "reasoning_content", "tool_calls"):
         if message.get(name):
-            found[name] = message[name]
-    return found
+            shown[name] = message[name]
+    return shown
 
 
 def _text(content: Any) -> str:
@@ -227,7 +230,7 @@ def _text(content: Any) -> str:
         return content or ""
     if isinstance(content, (list, tuple)):
         parts = (
-            each.get("text") if isinstance(each, Mapping) else each for each in content
+            part.get("text") if isinstance(part, Mapping) else part for part in content
         )
         return "".join(str(part or "") for part in parts)
     return str(content)

@@ -71,7 +71,7 @@ class LineStream:
         return place
 
     def flush(self) -> None:
-        """Hands what was written to the system.
+        """Flushes the lines to the system.
 
         Raises:
             OSError: as :meth:`append`.
@@ -98,7 +98,7 @@ class LineStream:
         self._ends.clear()
 
     def _fail(self) -> None:
-        """Ends a file that cannot be written; what is not in it is lost."""
+        """Ends a file that cannot be written; its missing lines are lost."""
         file, self._file = self._file, None
         if file is not None:
             with suppress(OSError):
@@ -120,10 +120,10 @@ class LineStream:
 
     def _begin_file(self) -> None:
         self.close()
-        found = files_of(self.folder, self.name)
-        numbers = [self._number, *(number_of(path.name) for path, _ in found)]
+        files = files_of(self.folder, self.name)
+        numbers = [self._number, *(number_of(path.name) for path, _ in files)]
         self._number = max(numbers) + 1
-        self._make_room(found)
+        self._make_room(files)
         self._file_name = f"{self.name}-{self.writer}-{self._number:05}.jsonl"
         self._size = 0
         path = self.folder / self._file_name

@@ -74,20 +74,20 @@ class Files:
 
     def append(self, stream: str, record: Mapping[str, Any]) -> StreamPlace:
         """Writes a record as a line of a stream."""
-        found = self._streams[stream]
-        place = found.append(to_line(record))
-        if found.removed:
-            names, found.removed = found.removed, []
+        lines = self._streams[stream]
+        place = lines.append(to_line(record))
+        if lines.removed:
+            names, lines.removed = lines.removed, []
             event = {"kind": "dropped", "time": time.time(), "files": names}
             self._streams["events"].append(to_line(event))
         return place
 
     def take_unwritten(self) -> int:
         """Returns how many lines did not reach the disk, after they were appended."""
-        found = 0
+        count = 0
         for stream in self._streams.values():
-            found, stream.unwritten = found + stream.unwritten, 0
-        return found
+            count, stream.unwritten = count + stream.unwritten, 0
+        return count
 
     def flush(self) -> None:
         """Hands everything to the system."""
@@ -167,12 +167,12 @@ class RecordWriter:
             self.lose("queue", "it cannot be written as fast as the run goes on")
 
     def lose(self, kind: str, reason: str) -> None:
-        """Counts what cannot be written; says why once of each kind."""
+        """Counts a lost record; logs the reason once of each kind."""
         self.lost += 1
         self._warn(kind, reason)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> bool:
-        """Writes what is queued, and ends the thread; returns whether it ended."""
+        """Writes the queue, and ends the thread; returns whether it ended."""
         if os.getpid() != self._pid:
             # In a forked process, where the thread's lock may be held for ever.
             return True

@@ -243,11 +243,14 @@ class Conversations:
             await asyncio.wait([ending], timeout=self._timeouts.shutdown / 2)
             if not ending.done():
                 ending.cancel()
-                left = [each._endings.call_in_thread() for each in conversations]
+                was_called = [
+                    conversation._endings.call_in_thread()
+                    for conversation in conversations
+                ]
                 torchrl_logger.warning(
-                    f"Functions that {len(left)} conversations left for their end took "
-                    f"too long for the shutdown; those of {sum(left)} that were not "
-                    f"called yet are called in threads."
+                    f"Functions that {len(was_called)} conversations left for their "
+                    f"end took too long for the shutdown; those of {sum(was_called)} "
+                    f"that were not called yet are called in threads."
                 )
 
     async def _end(self, conversation: Conversation) -> None:
@@ -274,7 +277,7 @@ class Conversations:
             prompt = self._codec.encode(conversation.messages, earlier)
             if not self._codec.fits(prompt):
                 return False
-        version, began = policy_version(), time.time()
+        version, start = policy_version(), time.time()
         self.generating.add(1)
         with span("turn", number=len(turns), policy_version=version):
             try:
@@ -294,7 +297,7 @@ class Conversations:
                 response=response,
                 num_messages=len(conversation.messages),
                 policy_version=version,
-                began=began,
+                began=start,
                 ended=time.time(),
             )
         )

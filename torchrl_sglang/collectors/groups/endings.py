@@ -37,8 +37,8 @@ class Endings:
         """Keeps a function for the end; calls it in a thread if that is over."""
         with self._lock:
             self._functions.append(function)
-            ended = self._ended
-        if ended:
+            is_over = self._ended
+        if is_over:
             self.call_in_thread()
 
     def take(self) -> Iterator[Callable[[], Any]]:
@@ -59,12 +59,12 @@ class Endings:
         """
         with self._lock:
             self._ended = True
-            left = bool(self._functions)
-        if left:
+            has_functions = bool(self._functions)
+        if has_functions:
             threading.Thread(
                 target=self._call_all, name="torchrl_sglang-endings", daemon=True
             ).start()
-        return left
+        return has_functions
 
     def _call_all(self) -> None:
         for function in self.take():

@@ -18,7 +18,7 @@ def record_conversations(
     conversations: Sequence[Conversation], versions: PolicyVersions
 ) -> list[ResponseRecord]:
     """Returns conversations of plain functions."""
-    return [_conversation(each, versions) for each in conversations]
+    return [_conversation(conversation, versions) for conversation in conversations]
 
 
 def _conversation(
@@ -26,13 +26,13 @@ def _conversation(
 ) -> ResponseRecord:
     turns, first = [], 0
     for number, turn in enumerate(conversation.turns):
-        done, end = turn.response.completion, turn.num_messages
+        completion, end = turn.response.completion, turn.num_messages
         turns.append(
             TurnRecord(
                 messages=conversation.messages[first:end],
                 reply=conversation.messages[end],
-                completion=done,
-                spans=list(versions.spans(done, turn.policy_version)),
+                completion=completion,
+                spans=list(versions.spans(completion, turn.policy_version)),
                 prompt_tokens=len(turn.prompt.token_ids),
                 number=number,
                 parent=number - 1 if number else None,
@@ -46,7 +46,7 @@ def _conversation(
         turns=turns,
         rows=[(turn.prompt.token_ids, turn.token_ids) for turn in conversation.turns],
         reward=float(sum(turn.reward for turn in conversation.turns)),
-        rewards={name: float(each) for name, each in conversation.rewards.items()},
+        rewards={name: float(value) for name, value in conversation.rewards.items()},
         truncated=conversation.truncated,
         trailing=conversation.messages[first:],
     )
@@ -56,11 +56,11 @@ def record_episode(
     steps: Sequence[tuple[TensorDictBase, Completion, int]], versions: PolicyVersions
 ) -> ResponseRecord:
     """Returns the steps of an environment: each row, response and version."""
-    turns, before, total = [], "", 0.0
+    turns, earlier, total = [], "", 0.0
     for number, (row, completion, version) in enumerate(steps):
         prompt, response = _texts(row)
-        new = prompt.removeprefix(before)
-        before = prompt + response
+        new = prompt.removeprefix(earlier)
+        earlier = prompt + response
         reward = float(row["next", "reward"].sum())
         total += reward
         turns.append(
@@ -88,6 +88,6 @@ def _texts(row: TensorDictBase) -> tuple[str, str]:
     text: Any = row.get("text", None)
     if text is None:
         return "", ""
-    found = (getattr(text, "prompt", None), getattr(text, "response", None))
-    prompt, response = (getattr(each, "data", each) for each in found)
+    parts = (getattr(text, "prompt", None), getattr(text, "response", None))
+    prompt, response = (getattr(part, "data", part) for part in parts)
     return str(prompt or ""), str(response or "")
