@@ -140,6 +140,21 @@ def test_imports_point_down():
     assert offenders == []
 
 
+def test_subscribers_are_not_imported_by_publishers():
+    """They publish events; a gateway renders its own /metrics, and that is all."""
+    publishers = ("backends/", "weight_update/", "collectors/", "gateway/")
+    subscribers = {"recording", "telemetry", "viewer"}
+    offenders = {
+        f"{relative(path)} imports {name}"
+        for path in FILES
+        if relative(path).startswith(publishers)
+        for name, _ in imports(path)
+        if layer_of(name) in subscribers
+    }
+    rendering = f"gateway/gateway.py imports {PACKAGE}.telemetry.prometheus"
+    assert all(offender.startswith(rendering) for offender in offenders)
+
+
 REACHES_ENGINE = {
     "async_sglang.AsyncSGLang",
     "client.control.CONTROL_TIMEOUT_SECONDS",

@@ -72,6 +72,11 @@ class AgentGroups(GroupKind):
 
     Raises:
         ConfigurationError: if an argument is wrong.
+
+    Examples:
+        >>> with Gateway(engine) as gateway:  # doctest: +SKIP
+        ...     groups = AgentGroups(gateway, agent)
+        ...     collector = AsyncLLMCollector(groups, policy=policy, prompts=tasks)
     """
 
     of_agents: ClassVar[bool] = True
