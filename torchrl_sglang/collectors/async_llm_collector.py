@@ -408,8 +408,8 @@ class AsyncLLMCollector(GroupCollector):
         seconds = self.timeouts.shutdown if timeout is None else timeout
         detach_weight_sync(self)
         self._collection.stop()
-        ended = self._collection.join(seconds) and self._batches.join(seconds)
-        if not ended and raise_on_error:
+        has_ended = self._collection.join(seconds) and self._batches.join(seconds)
+        if not has_ended and raise_on_error:
             raise CollectionTimeoutError(
                 f"The collector's threads did not end within {seconds:g} s; a function "
                 f"blocks them."
@@ -429,7 +429,7 @@ class AsyncLLMCollector(GroupCollector):
         self._publish(WeightsUpdated(version=self.policy_version, report=report))
 
     def _served_next(self, served: str) -> None:
-        """Takes a version for that of the next update's weights."""
+        """Announces the served version of the next update's weights."""
         self._versions.announce(served)
 
     def _update_failed(self, generated: bool) -> None:
@@ -583,7 +583,7 @@ COLLECTOR_ARGUMENTS = GROUP_ARGUMENTS.union(
 
 @contextmanager
 def _state_of_a_collector() -> Iterator[None]:
-    """Says of what cannot be read that it is not what a collector has saved."""
+    """Raises errors of a wrong state as :class:`.ConfigurationError`."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

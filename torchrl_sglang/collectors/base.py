@@ -1,4 +1,4 @@
-"""GroupCollector: what collectors of groups share, on this machine or in an actor."""
+"""GroupCollector: base class of collectors of groups, here or in an actor."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ def copy_tree(value: Any, recurse: bool) -> Any:
         return value.clone() if recurse else value
     if kind is TensorDict:
         items = value._tensordict.items()
-        return _filled(value, {key: copy_tree(each, recurse) for key, each in items})
+        return _filled(value, {key: copy_tree(part, recurse) for key, part in items})
     if kind in _STACKS:
         return _stacked(value, [copy_tree(v, recurse) for v in value.tensordicts])
     if hasattr(value, "_non_tensordict"):
-        others = value._non_tensordict
-        if recurse and kind is NonTensorData and type(others["data"]) is not str:
-            others = {**others, "data": deepcopy(others["data"])}
-        return wrap(kind, copy_tree(value._tensordict, recurse), others)
+        attributes = value._non_tensordict
+        if recurse and kind is NonTensorData and type(attributes["data"]) is not str:
+            attributes = {**attributes, "data": deepcopy(attributes["data"])}
+        return wrap(kind, copy_tree(value._tensordict, recurse), attributes)
     return value.clone(recurse) if is_tensor_collection(value) else copy(value)
 
 
@@ -84,7 +84,7 @@ _STACKS = (LazyStackedTensorDict, FastCopied, Fresh)
 
 
 def step(env: Any, batch: TensorDictBase) -> TensorDictBase:
-    """Returns ``env.step(batch)``; transforms work on a clone of what they get."""
+    """Returns ``env.step(batch)``; transforms work on a clone of their input."""
     if type(batch) is LazyStackedTensorDict and batch.device == env.device:
         batch = FastCopied(*batch.tensordicts, stack_dim=batch.stack_dim)
     output: TensorDictBase = env.step(batch)

@@ -234,7 +234,7 @@ def _ends(env: EnvBase, output: TensorDictBase) -> bool:
 
 
 def _has_hooks(env: EnvBase) -> bool:
-    """Returns whether an environment changes what its step has made."""
+    """Returns whether an environment changes the output of its step."""
     if not isinstance(env, TransformedEnv):
         return env._post_step_mdp_hooks is not None
     return (

@@ -60,7 +60,7 @@ def pack(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """Returns what was packed, each tensor with memory of its own."""
+    """Returns packed rows, each tensor with memory of its own."""
     start, content = packed
 
     class RowUnpickler(pickle.Unpickler):

@@ -243,7 +243,7 @@ class RayAsyncLLMCollector(GroupCollector):
         seconds: float = CALL_TIMEOUT_SECONDS,
         **kwargs: Any,
     ) -> Any:
-        """Returns what a method of the actor returns, or raises its error."""
+        """Returns the result of a method of the actor, or raises its error."""
         return self._result(self._begin(method, *args, **kwargs), seconds)
 
     def _begin(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -346,7 +346,7 @@ def _send(arguments: Mapping[str, Any]) -> Any:
 
 
 def _find_unpicklable(arguments: Mapping[str, Any]) -> str | None:
-    """Returns what cannot be pickled: an argument, and what it is in it."""
+    """Returns the name of an argument that cannot be pickled, and its part."""
     for name, value in arguments.items():
         if _can_be_pickled(value):
             continue
@@ -445,7 +445,7 @@ def _kill(actor: Any) -> None:
 
 
 def _to_client(buffer: Any) -> Any:
-    """Returns what another process can write to a buffer with."""
+    """Returns the client with which another process writes to a buffer."""
     client = buffer.client() if hasattr(buffer, "client") else buffer
     if isinstance(client, ReplayBuffer):
         raise ConfigurationError(

@@ -302,7 +302,7 @@ class _RankGroup:
         self._open = False
 
     def first(self, call: Callable[[], Any]) -> Any:
-        """Returns what a call returns on the first rank, or raises its error."""
+        """Returns the result of a call on the first rank, or raises its error."""
         outcome, error = self._outcome(call)
         outcome, text = self._share((outcome, _portable(error)))
         if error is not None:
@@ -324,12 +324,12 @@ class _RankGroup:
                 problems, _portable(problem), group=self._group
             )
         )
-        for found in (problem, *problems):
-            if found is not None:
-                raise found
+        for failure in (problem, *problems):
+            if failure is not None:
+                raise failure
 
     def scatter(self, call: Callable[[], list[Any] | None]) -> Any:
-        """Returns this rank's part of what a call returns on the first rank.
+        """Returns this rank's part of the result of a call on the first rank.
 
         The first rank's own part stays as it is.
         """
@@ -342,24 +342,26 @@ class _RankGroup:
             return parts[0], [pack(part) for part in parts[1:]]
 
         packed, error = self._outcome(make)
-        own, others = packed or (None, [])
+        mine, packed_parts = packed or (None, [])
         heads: list[Any] = [(None, _portable(error))] * self.size
-        heads[1:] = [((start, len(each)), None) for start, each in others] or heads[1:]
-        found: list[Any] = [None]
+        heads[1:] = [
+            ((start, len(part)), None) for start, part in packed_parts
+        ] or heads[1:]
+        received: list[Any] = [None]
         self._guard(
             lambda: dist.scatter_object_list(
-                found, heads, group_src=0, group=self._group
+                received, heads, group_src=0, group=self._group
             )
         )
         if error is not None:
             raise error
         if self.is_first:
-            for rank, (_, content) in enumerate(others, 1):
+            for rank, (_, content) in enumerate(packed_parts, 1):
                 part = torch.from_numpy(content)
                 send = partial(dist.send, part, group_dst=rank, group=self._group)
                 self._guard(send)
-            return own
-        head, text = found[0]
+            return mine
+        head, text = received[0]
         if text is not None:
             raise text
         if head is None:
@@ -406,7 +408,7 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def _pickles(error: SGLangError) -> bool:
-    """Returns whether other ranks can be told an error."""
+    """Returns whether an error can be sent to other ranks."""
     try:
         pickle.dumps(error)
     except Exception:  # noqa: BLE001 - A class of the user's own.

@@ -37,5 +37,5 @@ class CollectorTimeouts:
     """Timeout of waiting for threads to end."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            check_seconds(each.name, getattr(self, each.name))
+        for timeout in fields(self):
+            check_seconds(timeout.name, getattr(self, timeout.name))

@@ -65,7 +65,7 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
             f"SGLangWeightSyncScheme(engine)."
         )
     sender = scheme.create_sender()
-    own = weakref.ref(collector)
+    find = weakref.ref(collector)
 
     def update_policy_weights_(
         policy_or_weights: Any = None,
@@ -86,7 +86,7 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
                 f"go to every SGLang server; leave it out."
             )
         # The sender only forgets a collector that has ended; its own trainer is told.
-        check = getattr(own(), "check", None)
+        check = getattr(find(), "check", None)
         if check is not None:
             check()
         return sender.update_weights(chosen)

@@ -230,7 +230,7 @@ class AgentGroupMaker(GroupMaker):
         ]
 
     def _of_tokens(self, path: Trajectory, sent: int) -> torch.Tensor:
-        """Returns versions of what follows the first prompt; -1 for others' tokens."""
+        """Returns versions of the tokens after the first prompt; -1 for others'."""
         versions = torch.full((len(path.token_ids),), -1)
         for turn, _, start, end in path.spans():
             versions[start:end] = self._versions.of_tokens(turn.completion, sent)

@@ -1,4 +1,4 @@
-"""What a collection needs so that two runs of it are the same."""
+"""Checks that two runs of a collection are the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchrl_sglang.requests.sampling import temperature_of
 def check_deterministic(
     policy: SGLangWrapper, *, max_staleness: int, of_agents: bool
 ) -> None:
-    """Refuses what would make a batch depend on timing.
+    """Refuses arguments that make a batch depend on timing.
 
     Args:
         policy: whose servers and sampling parameters apply.

@@ -99,7 +99,7 @@ class _Environment:
 
 
 class _Environments:
-    """All environments of a collector, and those of them that wait.
+    """All environments of a collector, and the idle ones among them.
 
     Args:
         make: makes one.
@@ -144,16 +144,16 @@ class _Environments:
         """Closes all of them, side by side."""
         with self._lock:
             self._closed = True
-            known, self._known = self._known, set()
+            environments, self._known = self._known, set()
             self._idle.clear()
-        threads = [_start_closing(each) for each in known]
+        threads = [_start_closing(environment) for environment in environments]
         deadline = time.monotonic() + self._seconds
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
-        left = sum(thread.is_alive() for thread in threads)
-        if left:
+        num_open = sum(thread.is_alive() for thread in threads)
+        if num_open:
             torchrl_logger.warning(
-                f"{left} of {len(threads)} environments were not closed within "
+                f"{num_open} of {len(threads)} environments were not closed within "
                 f"{self._seconds:g} s."
             )
 
@@ -300,12 +300,12 @@ class EnvironmentGroupMaker(GroupMaker):
     async def _get(self) -> _Environment:
         """Returns an environment; one that comes too late is the next one's."""
         lock = threading.Lock()
-        wanted, made = True, []
+        is_awaited, made = True, []
 
         def get() -> None:
             environment = self._environments.get()
             with lock:
-                if wanted:
+                if is_awaited:
                     made.append(environment)
                     return
             self._environments.put(environment)
@@ -314,7 +314,7 @@ class EnvironmentGroupMaker(GroupMaker):
             await self._call(get, "made")
         except BaseException:
             with lock:
-                wanted = False
+                is_awaited = False
             for environment in made:
                 self._environments.put(environment)
             raise
@@ -346,15 +346,18 @@ class EnvironmentGroupMaker(GroupMaker):
         seed_of: SeedOf | None,
         priority: int | None,
     ) -> Completion:
-        asked = [replace(each, priority=priority) for each in prompt.requests]
+        requests = [replace(request, priority=priority) for request in prompt.requests]
         if seed_of is not None:
-            asked = [_with_seed(each, seed_of(turn, each.input_ids)) for each in asked]
+            requests = [
+                _with_seed(request, seed_of(turn, request.input_ids))
+                for request in requests
+            ]
         self.generating.add(1)
         try:
             with span("turn", number=turn):
                 (completion,) = await ask_async(
                     self.policy.model,
-                    asked,
+                    requests,
                     tokenizer=self.policy.tokenizer,
                     timeout=self._timeouts.turn,
                 )
@@ -386,7 +389,7 @@ class EnvironmentGroupMaker(GroupMaker):
     def _step(
         self, env: EnvBase, prompt: _Observation, completion: Completion
     ) -> tuple[TensorDictBase, _Observation | None]:
-        """Returns the step, and what follows unless it was the last one."""
+        """Returns the step, and the next observation unless it was the last step."""
         td = prompt.td
         written = self.policy.finish(self._element(td), prompt.prompts, [completion])
         row = step(env, td if written.ndim == 0 else written)
@@ -410,10 +413,12 @@ class EnvironmentGroupMaker(GroupMaker):
         for episode in group:
             for turn in episode:
                 row = turn.row[0]
-                sent = turn.policy_version
-                oldest = torch.tensor(self._versions.oldest([(turn.completion, sent)]))
+                version = turn.policy_version
+                oldest = torch.tensor(
+                    self._versions.oldest([(turn.completion, version)])
+                )
                 row.set(
-                    POLICY_VERSIONS, self._versions.of_tokens(turn.completion, sent)
+                    POLICY_VERSIONS, self._versions.of_tokens(turn.completion, version)
                 )
                 row.set("policy_version", oldest)
                 row.set(("next", "policy_version"), oldest)
@@ -425,7 +430,7 @@ class EnvironmentGroupMaker(GroupMaker):
         """Returns the responses of a group for :class:`.GroupEnded`."""
         return [
             record_episode(
-                [(each.row[0], each.completion, each.policy_version) for each in steps],
+                [(step.row[0], step.completion, step.policy_version) for step in steps],
                 self._versions,
             )
             for steps in group

@@ -37,7 +37,7 @@ def has_variance(returns: Sequence[float]) -> bool:
 def make_filter(
     function: Any, *, of_agents: bool
 ) -> Callable[[list[TensorDictBase]], Any] | None:
-    """Returns what says whether a group is kept, by its rows: a bool, or a coroutine.
+    """Returns a function of a group's rows: whether it is kept, or a coroutine of it.
 
     Args:
         function: the user's.
@@ -59,22 +59,26 @@ def make_filter(
         how: TrajectoryReturn = "mean" if of_agents else "sum"
         returns, _ = conversation_returns(LazyStackedTensorDict(*rows), how)
         with naming(_ROLE):
-            kept = function(returns.tolist())
-        return _await_decision(kept) if inspect.isawaitable(kept) else _decision(kept)
+            verdict = function(returns.tolist())
+        return (
+            _await_decision(verdict)
+            if inspect.isawaitable(verdict)
+            else _decision(verdict)
+        )
 
     return keeps
 
 
-async def _await_decision(kept: Awaitable[Any]) -> bool:
+async def _await_decision(verdict: Awaitable[Any]) -> bool:
     with naming(_ROLE):
-        value = await kept
+        value = await verdict
     return _decision(value)
 
 
-def _decision(kept: Any) -> bool:
-    """Returns a truth value or a number as a bool, also those of NumPy and PyTorch."""
-    if getattr(kept, "shape", None) == () and hasattr(kept, "item"):
-        kept = kept.item()
-    if not isinstance(kept, (bool, int, float)):
-        raise UserFunctionError(f"{_ROLE} returned {kept!r}; return True or False.")
-    return bool(kept)
+def _decision(verdict: Any) -> bool:
+    """Returns a truth value or a number as a bool, also of NumPy and PyTorch."""
+    if getattr(verdict, "shape", None) == () and hasattr(verdict, "item"):
+        verdict = verdict.item()
+    if not isinstance(verdict, (bool, int, float)):
+        raise UserFunctionError(f"{_ROLE} returned {verdict!r}; return True or False.")
+    return bool(verdict)

@@ -12,7 +12,7 @@ from torchrl_sglang.collectors.runtime.contract import GroupKind
 from torchrl_sglang.errors import ConfigurationError
 
 GROUP_ARGUMENTS = frozenset(
-    {"env", "agent", "gateway", *(each.name for each in fields(FunctionGroups))}
+    {"env", "agent", "gateway", *(option.name for option in fields(FunctionGroups))}
 )
 """Arguments of all kinds of groups."""
 
@@ -27,16 +27,18 @@ def choose_groups(groups: Any, arguments: Mapping[str, Any]) -> GroupKind:
     Raises:
         ConfigurationError: if there is more than one kind, or an agent without gateway.
     """
-    given = {name: each for name, each in arguments.items() if each is not None}
+    options = {name: value for name, value in arguments.items() if value is not None}
     if isinstance(groups, GroupKind):
-        _refuse(given, "groups, which takes them itself")
+        _refuse(options, "groups, which takes them itself")
         return groups
     if groups is not None:
-        given["env"] = groups
-    threads = {name: given.pop(name) for name in {"num_threads"}.intersection(given)}
-    agent, gateway = given.pop("agent", None), given.pop("gateway", None)
+        options["env"] = groups
+    threads = {
+        name: options.pop(name) for name in {"num_threads"}.intersection(options)
+    }
+    agent, gateway = options.pop("agent", None), options.pop("gateway", None)
     if agent is not None:
-        _refuse(given, "agent, which is the whole conversation")
+        _refuse(options, "agent, which is the whole conversation")
         if not hasattr(gateway, "agent_groups"):
             raise ConfigurationError(
                 f"An agent needs a gateway, got {gateway!r}; give "
@@ -45,10 +47,10 @@ def choose_groups(groups: Any, arguments: Mapping[str, Any]) -> GroupKind:
         return cast(GroupKind, gateway.agent_groups(agent, **threads))
     if gateway is not None:
         raise ConfigurationError("gateway is for agents; give an agent, too.")
-    if "env" not in given:
-        return FunctionGroups(**given, **threads)
-    env = given.pop("env")
-    _refuse(given, "env, whose transforms say what a conversation is")
+    if "env" not in options:
+        return FunctionGroups(**options, **threads)
+    env = options.pop("env")
+    _refuse(options, "env, whose transforms say what a conversation is")
     return EnvironmentGroups(env, **threads)
 
 

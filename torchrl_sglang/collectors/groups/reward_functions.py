@@ -70,7 +70,7 @@ class RewardFunction:
 
 def read_functions(
     argument: str,
-    given: RewardFunctions | None,
+    functions: RewardFunctions | None,
     *,
     of_group: bool,
     query_key: str = "query",
@@ -79,7 +79,7 @@ def read_functions(
 
     Args:
         argument: where they were given, for messages.
-        given: as the user gave them.
+        functions: as the user gave them.
         of_group: whether they take the conversations of a group.
         query_key: key of a task's prompt.
 
@@ -87,20 +87,20 @@ def read_functions(
         ConfigurationError: if one is not a function, has a weight that is not a finite
             number, or takes other arguments than any kind that is known.
     """
-    if given is None:
+    if functions is None:
         return {}
-    if callable(given):
-        given = [given]
-    if isinstance(given, (list, tuple)):
-        given = {str(number): function for number, function in enumerate(given)}
-    if not isinstance(given, Mapping):
+    if callable(functions):
+        functions = [functions]
+    if isinstance(functions, (list, tuple)):
+        functions = {str(number): function for number, function in enumerate(functions)}
+    if not isinstance(functions, Mapping):
         raise ConfigurationError(
             f"{argument} takes a function, a list of functions or a mapping of names "
-            f"to functions, got {given!r}."
+            f"to functions, got {functions!r}."
         )
     return {
-        name: _read(argument, name, each, of_group, query_key)
-        for name, each in given.items()
+        name: _read(argument, name, function, of_group, query_key)
+        for name, function in functions.items()
     }
 
 
@@ -164,8 +164,9 @@ def _refuse_foreign(
     """
     positional = [
         name
-        for name, each in parameters.items()
-        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        for name, parameter in parameters.items()
+        if parameter.kind
+        in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
     foreign = [name for name in positional[:2] if name in _FOREIGN_NAMES]
     if foreign:

@@ -84,8 +84,8 @@ class Rewards:
         for (name, function), values in zip(self._functions, scored, strict=True):
             for conversation, value in zip(conversations, values, strict=True):
                 turn = conversation.turns[-1]
-                before = _number("A turn's reward", turn.reward, "is")
-                turn.reward = before + function.weight * value
+                reward = _number("A turn's reward", turn.reward, "is")
+                turn.reward = reward + function.weight * value
                 if not name.isdigit():
                     conversation.rewards[name] = value
 
@@ -98,7 +98,8 @@ class Rewards:
             values = await self._call(function, list(conversations), task)
         else:
             values = await together(
-                self._call(function, each, each.task) for each in conversations
+                self._call(function, conversation, conversation.task)
+                for conversation in conversations
             )
         if hasattr(values, "tolist"):
             values = values.tolist()

@@ -62,10 +62,10 @@ class GroupWriter:
             ConfigurationError: if a function gave a reward the name of another column,
                 or one that is not finite.
         """
-        taken = self.columns | frozenset(task)
+        columns = self.columns | frozenset(task)
         rows = []
         for conversation in conversations:
-            check_names(conversation.rewards, taken, "a reward")
+            check_names(conversation.rewards, columns, "a reward")
             rows += self._write_conversation(conversation, task)
         return rows
 
@@ -95,7 +95,7 @@ class GroupWriter:
         task: Mapping[str, Any],
     ) -> TensorDict:
         turn = conversation.turns[number]
-        last = number == len(conversation.turns) - 1
+        is_last = number == len(conversation.turns) - 1
         oldest = self._versions.oldest(
             [(turn.response.completion, turn.policy_version)]
         )
@@ -103,12 +103,12 @@ class GroupWriter:
         of_tokens = self._versions.of_tokens(
             turn.response.completion, turn.policy_version
         )
-        rewards = {"reward": turn.reward, **(conversation.rewards if last else {})}
+        rewards = {"reward": turn.reward, **(conversation.rewards if is_last else {})}
         following = {
             "history": to_prompt(to_history(messages)),
             **_ends(
-                terminated=last and not conversation.truncated,
-                truncated=last and conversation.truncated,
+                terminated=is_last and not conversation.truncated,
+                truncated=is_last and conversation.truncated,
             ),
             **task,
             "step_count": torch.full((1,), number + 1),
@@ -121,13 +121,13 @@ class GroupWriter:
             "step_count": torch.full((1,), number),
             "policy_version": version,
             POLICY_VERSIONS: of_tokens,
-            **{key: each for key, each in containers.items() if isinstance(key, str)},
+            **{key: value for key, value in containers.items() if isinstance(key, str)},
             "next": unchecked(following),
         }
         row = unchecked(root)
-        for key, each in containers.items():
+        for key, value in containers.items():
             if not isinstance(key, str):
-                row.set(key, each)
+                row.set(key, value)
         return row
 
 

@@ -63,7 +63,7 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
         [('add', {'a': 1})]
     """
     text, calls = find_calls(response)
-    readable = [_to_torchrl(each) for each in calls if isinstance(each, chat.ToolCall)]
+    readable = [_to_torchrl(call) for call in calls if isinstance(call, chat.ToolCall)]
     return {"text": text, "calls": readable, "meta": {}}
 
 
@@ -109,9 +109,9 @@ def _encodable(value: Any) -> Any:
     if isinstance(value, str):
         return replace_halves(value)
     if isinstance(value, Mapping):
-        return {_encodable(name): _encodable(each) for name, each in value.items()}
+        return {_encodable(name): _encodable(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_encodable(each) for each in value]
+        return [_encodable(item) for item in value]
     return value
 
 
@@ -131,7 +131,7 @@ def _ids(calls: Sequence[Any], text: str, turn: int, *, any_id: bool) -> list[st
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallsOfTemplate:
-    """What a chat template takes of calls and their results."""
+    """The calls and results that a chat template accepts."""
 
     in_message: bool
     """Whether the policy's message must hold its calls, as Mistral's templates want."""
@@ -142,7 +142,7 @@ class CallsOfTemplate:
 def probe_template(
     encode: Callable[[list[Message]], Any], *, system: str | None, any_id: bool
 ) -> CallsOfTemplate:
-    """Returns what a chat template takes of calls, by rendering some.
+    """Renders calls, and returns the form that a chat template accepts.
 
     Args:
         encode: applies the chat template to a conversation.
@@ -181,13 +181,13 @@ def _probe(system: str | None, tag: str, *, in_message: bool) -> list[Message]:
         tags = [tag.format(turn, place) or None for place in range(count)]
         calls = [ToolCall(tool="probe", args={}, tag=each) for each in tags]
         ids = _ids(calls, "", turn, any_id=True)
-        answered = [
+        answers = [
             AnsweredCall(call, "?", each) for call, each in zip(calls, ids, strict=True)
         ]
         reply: dict[str, Any] = {"role": "assistant", "content": "?"}
         if in_message:
-            reply["tool_calls"] = [each.call_message for each in answered]
-        messages += [reply, *(each.message for each in answered)]
+            reply["tool_calls"] = [each.call_message for each in answers]
+        messages += [reply, *(each.message for each in answers)]
     return messages
 
 
@@ -257,11 +257,11 @@ class Tools:
         text = behind_reasoning(conversation.response, turn.prompt.text)
         calls = await self._find(text, blocking, seconds)
         results = await together(
-            self._run(each, conversation, blocking, seconds) for each in calls
+            self._run(call, conversation, blocking, seconds) for call in calls
         )
         ids = _ids(calls, text, len(conversation.turns), any_id=any_id)
         answered = zip(calls, results, ids, strict=True)
-        return [AnsweredCall(*each) for each in answered]
+        return [AnsweredCall(*call) for call in answered]
 
     async def _find(
         self, text: str, blocking: BlockingCalls, seconds: float
@@ -271,8 +271,8 @@ class Tools:
                 return []
             _, calls = await blocking.call(find_calls, text, seconds=seconds)
             return [
-                each if isinstance(each, UnreadableCall) else _to_torchrl(each)
-                for each in calls
+                call if isinstance(call, UnreadableCall) else _to_torchrl(call)
+                for call in calls
             ]
         with naming(f"The tool_parser {name_of(self._parser)!r}"):
             # A parser of the user's can return anything.
@@ -306,8 +306,8 @@ class Tools:
         try:
             function = self._functions.get(call.tool)
             if function is None:
-                known = ", ".join(sorted(self._functions))
-                return f"Error: there is no tool {call.tool!r}; there are: {known}."
+                names = ", ".join(sorted(self._functions))
+                return f"Error: there is no tool {call.tool!r}; there are: {names}."
             bound = {str(name): value for name, value in dict(call.args or {}).items()}
             if CONVERSATION in bound:
                 raise TypeError(f"{call.tool}() has no argument {CONVERSATION!r}")
@@ -332,20 +332,20 @@ def _takes_conversation(function: Callable[..., Any]) -> bool:
 
 def _by_their_names(given: Iterable[Any]) -> dict[str, Any]:
     """Returns functions, or pairs of them and schemas, by the functions' names."""
-    found: dict[str, Any] = {}
-    for each in given:
-        function = each[0] if isinstance(each, tuple) and each else each
+    named: dict[str, Any] = {}
+    for tool in given:
+        function = tool[0] if isinstance(tool, tuple) and tool else tool
         if not callable(function):
             raise ConfigurationError(f"A tool must be a function, got {function!r}.")
         name = getattr(function, "__name__", None)
-        if name is None or name in found:
-            why = "no name of its own" if name is None else "the name of another one"
+        if name is None or name in named:
+            reason = "no name of its own" if name is None else "the name of another one"
             raise ConfigurationError(
-                f"tools has {function!r}, which has {why}; give a mapping of names to "
-                f"functions."
+                f"tools has {function!r}, which has {reason}; give a mapping of names "
+                f"to functions."
             )
-        found[name] = each
-    return found
+        named[name] = tool
+    return named
 
 
 def _schema(
@@ -385,13 +385,17 @@ def _policys_part(function: Callable[..., Any]) -> Callable[..., Any]:
     if not inspect.isroutine(hidden) and not isinstance(hidden, type):
         hidden = type(hidden).__call__
     signature = inspect.signature(function)
-    kept = [each for each in signature.parameters.values() if each.name != CONVERSATION]
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.name != CONVERSATION
+    ]
 
     def stub() -> None: ...
 
     made: Any = types.FunctionType(stub.__code__, stub.__globals__, hidden.__name__)
-    names = {*(each.name for each in kept), "return"}
-    made.__signature__ = signature.replace(parameters=kept)
+    names = {*(parameter.name for parameter in parameters), "return"}
+    made.__signature__ = signature.replace(parameters=parameters)
     made.__annotations__ = {
         key: hint for key, hint in get_type_hints(hidden).items() if key in names
     }

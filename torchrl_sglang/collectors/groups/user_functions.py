@@ -1,4 +1,4 @@
-"""Names the user's functions in errors, and checks what they can be called with."""
+"""Names the user's functions in errors, and checks their signatures."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_call(
     try:
         signature.bind(*names, **keywords)
     except TypeError as error:
-        wanted = ", ".join([*names, *(f"{name}=..." for name in keywords)])
+        arguments = ", ".join([*names, *(f"{name}=..." for name in keywords)])
         raise ConfigurationError(
-            f"{role} is called with ({wanted}), and it takes {signature}: {error}."
+            f"{role} is called with ({arguments}), and it takes {signature}: {error}."
         ) from error

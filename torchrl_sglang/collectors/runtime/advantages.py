@@ -22,8 +22,8 @@ def check_advantages(
         ConfigurationError: if its ``grpo_size`` is not the collector's ``group_size``,
             which has to be at least two, or if the batch has no ``prompt_key``.
     """
-    for each in (postproc, getattr(replay_buffer, "_transform", None)):
-        for advantage in _find(each):
+    for transform in (postproc, getattr(replay_buffer, "_transform", None)):
+        for advantage in _find(transform):
             _check(advantage, row, group_size)
 
 

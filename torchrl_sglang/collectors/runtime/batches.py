@@ -77,18 +77,18 @@ class Batches:
         on_wait: Callable[[], object] | None = None,
     ) -> TensorDictBase | None:
         """Returns a batch, which a buffer also has; ``None`` at the end."""
-        taken = self._collection.take(
+        groups = self._collection.take(
             size, timeout=timeout, demand=demand, on_wait=on_wait
         )
-        if not taken:
+        if not groups:
             return None
-        self._check_senders(taken)
+        self._check_senders(groups)
         pool = self._collection.pool
         bound = pool.version - pool.limits.max_staleness
         rows: list[TensorDictBase] = []
-        for each in taken:
-            complete = each.content
-            if self._mask_stale is not None and each.oldest < bound:
+        for group in groups:
+            complete = group.content
+            if self._mask_stale is not None and group.oldest < bound:
                 for row in complete.rows:
                     self._mask_stale(row, bound)
             rows += complete.rows
@@ -109,12 +109,12 @@ class Batches:
         if self._replay_buffer is not None:
             self._consumer_version.set(pool.version)
             self._replay_buffer.extend(batch)
-        self._collection.close(taken)
+        self._collection.close(groups)
         self.frames += len(rows)
         self.batches += 1
         return batch
 
-    def _check_senders(self, taken: Sequence[ReadyGroup[Complete]]) -> None:
+    def _check_senders(self, groups: Sequence[ReadyGroup[Complete]]) -> None:
         """Warns once of tokens from weights of another sender, or ends the collection.
 
         Raises:
@@ -123,8 +123,8 @@ class Batches:
         if self._warned:
             return
         foreign = self._collection.groups.foreign
-        found = (foreign(each.content.group) for each in taken)
-        version = next(filter(None, found), None)
+        versions = (foreign(group.content.group) for group in groups)
+        version = next(filter(None, versions), None)
         if version is None:
             return
         self._warned = True

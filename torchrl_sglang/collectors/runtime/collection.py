@@ -191,7 +191,7 @@ class Collection:
         self._notify_loop()
 
     def end(self, error: BaseException, why: str = "") -> None:
-        """Ends the collection with an error, which consumers are told."""
+        """Ends the collection with an error, which consumers raise."""
         with self.changed:
             if self._error is None:
                 self._error, self._why = error, why
@@ -299,15 +299,15 @@ class Collection:
                     break
                 if self.pool.ended or self._stopped:
                     return []
-                left = deadline - time.monotonic()
-                if left <= 0:
+                seconds_left = deadline - time.monotonic()
+                if seconds_left <= 0:
                     raise CollectionTimeoutError(
                         f"No batch of {size} groups was complete within {timeout:g} s: "
                         f"{self.pool.ready} are complete, {self.pool.running} run and "
                         f"{self.pool.stale} were too old."
                         f"{self._last_error()}"
                     )
-                self.changed.wait(min(left, ON_WAIT_SECONDS))
+                self.changed.wait(min(seconds_left, ON_WAIT_SECONDS))
                 if on_wait is not None and time.monotonic() >= look_at:
                     look_at = time.monotonic() + ON_WAIT_SECONDS
                     # Others may go on meanwhile.
@@ -389,19 +389,19 @@ class Collection:
             self._marked = batches
 
     def _lately(self) -> dict[str, float]:
-        now = self._mark()
-        before = self._marks[0] if self._marks else now
+        current = self._mark()
+        earlier = self._marks[0] if self._marks else current
         waits = self.pool.pace.trainer_waits
         if waits is None:
             # Until the first batch.
             waits = min(self.trainer_waits.mean_and_idle()[0], 1.0)
-        return compare(before, now, waits)
+        return compare(earlier, current, waits)
 
     @contextmanager
     def _waits(self, size: int, *, demand: bool) -> Iterator[None]:
         """Counts a consumer that waits for groups, and not the writer of a buffer."""
-        wanted = size if demand else 0
-        self._wanted += wanted
+        demanded = size if demand else 0
+        self._wanted += demanded
         self.trainer_waits.add(int(demand))
         self._notify_loop()
         start = time.time()
@@ -411,7 +411,7 @@ class Collection:
             if demand:
                 wait = PhaseEnded(name="wait", start=start, end=time.time())
                 self.events.publish(wait)
-            self._wanted -= wanted
+            self._wanted -= demanded
             self.trainer_waits.add(-int(demand))
 
     def _last_error(self) -> str:
@@ -475,9 +475,9 @@ class Collection:
 
     async def _sleep(self, wake: asyncio.Event) -> None:
         """Waits until something changed, or until groups may start by themselves."""
-        left = max(self._more_at - time.monotonic(), 0.0)
+        seconds = max(self._more_at - time.monotonic(), 0.0)
         try:
-            async with asyncio.timeout(left if left < math.inf else None):
+            async with asyncio.timeout(seconds if seconds < math.inf else None):
                 await wake.wait()
         except TimeoutError:
             return
@@ -533,7 +533,7 @@ class Collection:
         if task is None:
             return None
         await self._wait_for_memory()
-        began, version = time.monotonic(), self.pool.version
+        start, version = time.monotonic(), self.pool.version
         with span("group", prompt=position, policy_version=version) as traced:
             group = await self.groups.run(
                 position, task, lambda: self.pool.version, turn
@@ -542,12 +542,12 @@ class Collection:
             rows = await self._layout.run(
                 lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
             )
-            kept = self._keeps is None or await self._layout.call(
+            is_kept = self._keeps is None or await self._layout.call(
                 self._keeps, rows, seconds=LAYOUT_TIMEOUT_SECONDS
             )
-            traced.set(conversations=self.groups.size, turns=len(rows), kept=kept)
-        self.group_seconds.add(time.monotonic() - began)
-        return Complete(group=group, rows=rows, kept=kept)
+            traced.set(conversations=self.groups.size, turns=len(rows), kept=is_kept)
+        self.group_seconds.add(time.monotonic() - start)
+        return Complete(group=group, rows=rows, kept=is_kept)
 
     async def _fetch(self, position: int) -> Any:
         """Returns a task; the collection ends if no later one could be read either."""

@@ -123,8 +123,8 @@ class GroupMaker(abc.ABC):
 
     def spans(self, group: Any) -> Iterator[TokenSpan]:
         """Yields policy version and number of tokens of each part of the responses."""
-        for completion, sent in self.turns(group):
-            yield from self._versions.spans(completion, sent)
+        for completion, version in self.turns(group):
+            yield from self._versions.spans(completion, version)
 
     def foreign(self, group: Any) -> str | None:
         """Returns a weight version of the responses that another sender has sent."""

@@ -109,7 +109,7 @@ class Shares:
 
 
 def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]:
-    """Returns what was done between two marks, as numbers for a logger.
+    """Returns the rates between two marks, for a logger.
 
     Examples:
         >>> before = Mark(
@@ -122,7 +122,7 @@ def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]
         20.0
     """
     seconds = after.running[0] - before.running[0]
-    span, taken = max(seconds, 1e-9), after.taken - before.taken
+    span, tokens_taken = max(seconds, 1e-9), after.taken - before.taken
     running, generating = (
         [(new - old) / span for new, old in zip(*pair, strict=True)]
         for pair in (
@@ -138,7 +138,7 @@ def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]
         "engine_idle": generating[2],
         "conversations": running[1],
         "conversations_in_flight": generating[1],
-        "age": (after.ages - before.ages) / taken if taken else 0.0,
+        "age": (after.ages - before.ages) / tokens_taken if tokens_taken else 0.0,
     }
 
 

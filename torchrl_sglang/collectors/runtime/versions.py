@@ -33,7 +33,7 @@ class PolicyVersions:
         """Number of updates so far."""
 
     def add(self, served: str | None) -> None:
-        """Counts an update; ``served`` is what the servers call its weights."""
+        """Counts an update; ``served`` is the servers' version of its weights."""
         self.current += 1
         if served is not None:
             # Weights that were served before do not become newer.
@@ -78,9 +78,9 @@ class PolicyVersions:
         if generated:
             self.current += 1
             return
-        known = self._version_of.items()
+        versions = self._version_of.items()
         self._version_of = {
-            name: version for name, version in known if version <= self.current
+            name: version for name, version in versions if version <= self.current
         }
 
     def add_served(self, served: str) -> None:
@@ -88,22 +88,22 @@ class PolicyVersions:
         self._version_of.setdefault(served, self.current)
 
     def restart(self, version: int) -> None:
-        """Goes on with another count; what is served now has this version."""
+        """Continues with another count, as the version of the served weights."""
         self._version_of = dict.fromkeys(self._version_of, version)
         self.current = version
 
     def of(self, served: str) -> int | None:
         """Returns the policy version of a server's version; ``None`` if unknown."""
-        found = self._version_of.get(served)
-        if found is not None or not served.isdigit():
-            return found
+        known_version = self._version_of.get(served)
+        if known_version is not None or not served.isdigit():
+            return known_version
         # Another sender's update: it is as old as the newest one before it.
-        before = [
+        older = [
             min(version, self.current)
             for name, version in list(self._version_of.items())
             if not name.isdigit() or int(name) < int(served)
         ]
-        return max(before, default=None)
+        return max(older, default=None)
 
     def foreign(self, completions: Iterable[Completion]) -> str | None:
         """Returns a version of responses that another sender has given the servers.
@@ -144,20 +144,20 @@ class PolicyVersions:
             completions: each with the policy version when it was sent, which is taken
                 where the server does not tell its tokens' versions.
         """
-        found = (
+        versions = (
             version
-            for completion, sent in completions
-            for version, _ in self.spans(completion, sent)
+            for completion, version_sent in completions
+            for version, _ in self.spans(completion, version_sent)
         )
-        return min(found, default=self.current)
+        return min(versions, default=self.current)
 
     def spans(self, completion: Completion, sent: int) -> Iterator[tuple[int, int]]:
         """Yields policy version and number of tokens of each part of a response."""
         if not completion.versions:
             yield sent, len(completion.token_ids)
         for span in completion.versions:
-            known = self.of(span.version)
-            yield sent if known is None else known, span.end - span.start
+            version = self.of(span.version)
+            yield sent if version is None else version, span.end - span.start
 
     def of_tokens(self, completion: Completion, sent: int) -> torch.Tensor:
         """Returns the policy version of each token of a response."""

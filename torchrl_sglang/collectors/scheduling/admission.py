@@ -88,7 +88,7 @@ def must_wait(
 def may_take_in_order(
     ready: Sequence[int], unfinished: Iterable[int], size: int
 ) -> bool:
-    """Returns whether the first complete groups are those of any timing.
+    """Returns whether the first complete groups do not depend on timing.
 
     They are, once no group before the last of them can still be complete.
 

@@ -1,4 +1,4 @@
-"""Decides what becomes of a group that failed: another attempt, or none, or the end.
+"""Decides whether a failed group is retried, given up, or ends the collection.
 
 Pure: it remembers earlier failures, and applies nothing.
 """
@@ -26,7 +26,7 @@ MOST_FAILURES = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FailureVerdict:
-    """What becomes of a group that failed."""
+    """Verdict on a failed group."""
 
     retry: bool
     """Whether it starts again."""
@@ -86,7 +86,7 @@ class GroupFailures:
     def failed(
         self, position: int, error: BaseException, *, now: float
     ) -> FailureVerdict:
-        """Returns what becomes of a group that failed.
+        """Returns the verdict on a failed group.
 
         Args:
             position: of its prompt.

@@ -1,4 +1,4 @@
-"""Starts groups just in time, from what trainer and groups took lately. Pure."""
+"""Starts groups just in time, by the recent times of trainer and groups. Pure."""
 
 from __future__ import annotations
 

@@ -197,11 +197,12 @@ class _DatasetPrompts:
         self, state: Mapping[str, Any], position: int, still_open: Sequence[int]
     ) -> None:
         """Takes the seed of the state; any task can be read."""
-        for name, own in (("length", len(self._dataset)), ("shuffle", self._shuffle)):
-            if state.get(name) != own:
+        for name, value in (("length", len(self._dataset)), ("shuffle", self._shuffle)):
+            if state.get(name) != value:
                 raise ConfigurationError(
                     f"The saved state is of prompts with {name}={state.get(name)}, and "
-                    f"these have {name}={own}; give the prompts that it was saved with."
+                    f"these have {name}={value}; give the prompts that it was saved "
+                    f"with."
                 )
         self._seed = int(state["seed"])
         self._orders = {}
@@ -210,9 +211,9 @@ class _DatasetPrompts:
         if epoch not in self._orders:
             # Prompts that are started again can be of the epoch before.
             self._orders = {
-                known: order
-                for known, order in self._orders.items()
-                if known == epoch - 1
+                number: order
+                for number, order in self._orders.items()
+                if number == epoch - 1
             }
             generator = torch.Generator().manual_seed(self._seed + epoch)
             order = torch.randperm(len(self._dataset), generator=generator)
@@ -259,8 +260,8 @@ class _IteratedPrompts:
     def resume(
         self, state: Mapping[str, Any], position: int, still_open: Sequence[int]
     ) -> None:
-        wanted = set(still_open)
-        known = (state.get("position"), state.get("text"))
+        positions = set(still_open)
+        saved = (state.get("position"), state.get("text"))
         while self._next < position:
             task = self._read()
             if task is None:
@@ -268,13 +269,13 @@ class _IteratedPrompts:
                     f"The prompts end at {self._next}, and the saved state goes on at "
                     f"{position}; give the prompts that it was saved with."
                 )
-            if self._last[0] == known[0] and self._last != known:
+            if self._last[0] == saved[0] and self._last != saved:
                 raise ConfigurationError(
-                    f"Prompt {known[0]} was {known[1]!r} when the state was saved, and "
+                    f"Prompt {saved[0]} was {saved[1]!r} when the state was saved, and "
                     f"is {self._last[1]!r} now; give the same prompts in the same "
                     f"order, to a shuffled DataLoader with a seeded generator."
                 )
-            if self._last[0] in wanted:
+            if self._last[0] in positions:
                 self._open[self._last[0]] = task
 
     def _read(self) -> Task | None:
@@ -294,11 +295,11 @@ class _IteratedPrompts:
 
     def _iterate(self) -> Iterator[Task]:
         for _ in self._passes:
-            found = False
+            has_tasks = False
             for task in read_once(self._iterable):
-                found = True
+                has_tasks = True
                 yield to_task(task, self._query_key)
-            if not found or isinstance(self._iterable, Iterator):
+            if not has_tasks or isinstance(self._iterable, Iterator):
                 return
 
 
