@@ -183,21 +183,21 @@ class AgentGroupMaker(GroupMaker):
                 "with, and to wait for the answer."
             )
         # The agent's client may still have requests in flight: hence a snapshot.
-        ended = session.snapshot()
-        if not any(map(ended.is_trained, ended.turns)):
-            models = sorted({repr(turn.model) for turn in ended.turns})
+        snapshot = session.snapshot()
+        if not any(map(snapshot.is_trained, snapshot.turns)):
+            models = sorted({repr(turn.model) for turn in snapshot.turns})
             raise CollectionError(
                 f"An agent ended without a turn that the gateway's rule trained=... "
                 f"selects; its requests name the models {', '.join(models)}."
             )
-        if not (self._told or ended.has_reward):
+        if not (self._told or snapshot.has_reward):
             self._told = True
             torchrl_logger.warning(
                 f"{self._role} returned no reward, and none was set: 0 is trained on. "
                 f"Return one, or set it with set_reward() before the agent ends. This "
                 f"is said once."
             )
-        return AgentRun(session=ended, task=columns, policy_version=policy_version)
+        return AgentRun(session=snapshot, task=columns, policy_version=policy_version)
 
     def turns(self, group: AgentGroup) -> Iterator[tuple[Completion, int]]:
         """Yields the trained responses of a group, and the policy version of each."""

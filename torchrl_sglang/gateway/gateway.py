@@ -284,7 +284,7 @@ class Gateway(Responder):
                 self._set_up(session)
 
     def _set_up(self, session: Session) -> None:
-        """Tells a session what the gateway knows of it. The caller has the lock."""
+        """Applies the gateway's rules to a session. The caller has the lock."""
         session.is_trained, session.discount = self._is_trained, self._discount
         if self._key_seconds is not None:
             session.expires = session.created + self._key_seconds
@@ -338,8 +338,8 @@ class Gateway(Responder):
             )
         self._check_file()
         with self._lock:
-            if (found := self._registry.named(name)) is not None:
-                return found
+            if (session := self._registry.named(name)) is not None:
+                return session
             if len(self._registry) >= self._max_sessions:
                 raise GatewayError(
                     f"There are {self._max_sessions} sessions, which is max_sessions; "
@@ -359,7 +359,7 @@ class Gateway(Responder):
         return self._registry.all()
 
     def stats(self) -> dict[str, Any]:
-        """Returns what was recorded since this gateway was made, dropped sessions too.
+        """Returns totals since this gateway was made, dropped sessions included.
 
         Returns:
             dict: ``sessions`` that there are now, ``generating`` (responses under way),
@@ -473,7 +473,7 @@ class Gateway(Responder):
         chosen = self.sessions if sessions is None else list(sessions)
         rows = to_rows(chosen)
         if not rows:
-            models = {turn.model for each in chosen for turn in each.turns}
+            models = {turn.model for session in chosen for turn in session.turns}
             raise ConfigurationError(
                 f"No turn of these sessions is trained by the gateway's rule; their "
                 f"requests name the models {', '.join(map(repr, sorted(models)))}."

@@ -1,4 +1,4 @@
-"""Answers requests: from what a client asks to turns that are kept."""
+"""Responder: from a client's request to recorded turns."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Responder:
         return self._registry.find(name=name, key=key)
 
     def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
-        """Returns what a body asks for. For the HTTP routes.
+        """Parses the body of a request. For the HTTP routes.
 
         Raises:
             ConfigurationError: for what is wrong or unsupported.
@@ -122,8 +122,8 @@ class Responder:
                     progress=progress,
                 )
             turns = [
-                _to_turn(session.next_number(), prompt, each, request)
-                for each in replies
+                _to_turn(session.next_number(), prompt, reply, request)
+                for reply in replies
             ]
             await self._keeper.keep(session, turns, new=len(turns))
         finally:
@@ -189,11 +189,12 @@ class Responder:
             )
         params |= options.forced_sampling_params
         if self._limits.max_tokens is not None:
-            left = self._limits.max_tokens - session.num_tokens
-            left //= request.sampling.number
-            asked = params.get("max_new_tokens")
+            tokens_left = self._limits.max_tokens - session.num_tokens
+            tokens_left //= request.sampling.number
+            max_new_tokens = params.get("max_new_tokens")
             params["max_new_tokens"] = min(
-                asked if isinstance(asked, int) else left, max(left, 1)
+                max_new_tokens if isinstance(max_new_tokens, int) else tokens_left,
+                max(tokens_left, 1),
             )
         return replace(request.sampling, params=params)
 
@@ -204,11 +205,11 @@ class Responder:
             if len(text) <= NEW_CHARACTERS:
                 return session.text_prompt(text, template)
             return await self._apart(partial(session.text_prompt, text, template))
-        asked = request.messages, known_settings(request.setting), template
-        prompt = session.next_prompt(*asked)
+        arguments = request.messages, known_settings(request.setting), template
+        prompt = session.next_prompt(*arguments)
         if prompt is not None:
             return prompt
-        return await self._apart(partial(session.prompt, *asked))
+        return await self._apart(partial(session.prompt, *arguments))
 
     async def _apart(self, make: Callable[[], Prompt]) -> Prompt:
         """Calls a function in a thread of the gateway's own."""
@@ -217,7 +218,7 @@ class Responder:
     def _check_limits(self, session: Session, number: int) -> None:
         turns = len(session.turns) + session.generating + number
         limits = self._limits
-        reached = {
+        is_reached = {
             f"max_turns={limits.max_turns}": turns > limits.max_turns,
             f"max_tokens={limits.max_tokens}": limits.max_tokens is not None
             and session.num_tokens >= limits.max_tokens,
@@ -226,7 +227,7 @@ class Responder:
                 and session.age > limits.session_seconds
             ),
         }
-        for limit, holds in reached.items():
+        for limit, holds in is_reached.items():
             if holds:
                 raise GatewayError(
                     f"The session {session.name!r} has reached {limit}, and takes no "

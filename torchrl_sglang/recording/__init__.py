@@ -1,4 +1,4 @@
-"""What a run did, written to files while it runs, and read again.
+"""Records a run in files while it runs, and reads them again.
 
 ``recorder.py`` is what users hold: each call, and each event that it subscribes to,
 puts a job into the queue of ``writer.py``, whose thread makes lines of it and appends

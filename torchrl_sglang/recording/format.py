@@ -51,7 +51,7 @@ FILES_OF_STREAM = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What is recorded at most."""
+    """Bounds on a recording."""
 
     max_bytes: int
     """Size of the folder."""
