@@ -113,7 +113,7 @@ def next_input(
 
     Entries of ``unused`` are left out, except for what the next observation holds.
     """
-    items = [_next_input(step_mdp, each, unused) for each in output.tensordicts]
+    items = [_next_input(step_mdp, element, unused) for element in output.tensordicts]
     return LazyStackedTensorDict(*items, stack_dim=output.stack_dim)
 
 

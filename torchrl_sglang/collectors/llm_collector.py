@@ -100,10 +100,12 @@ class SGLangLLMCollector(LLMCollector):
             with collect_garbage_afterwards():
                 self._shuttle = self.env.reset()
         steps: list[TensorDictBase] = []
-        left = self.dialog_turns_per_batch
-        while left > 0:
-            steps.append(self._step(left if self.reset_at_each_iter else math.inf))
-            left -= steps[-1].numel()
+        turns_left = self.dialog_turns_per_batch
+        while turns_left > 0:
+            steps.append(
+                self._step(turns_left if self.reset_at_each_iter else math.inf)
+            )
+            turns_left -= steps[-1].numel()
         with collect_garbage_afterwards():
             batch = lazy_stack(steps, -1)
             return batch.view(-1) if self.flatten_data else batch
@@ -117,10 +119,13 @@ class SGLangLLMCollector(LLMCollector):
                 self._yield_queues[index].append(turn)
                 if turn["next", "done"].any():
                     self._result_numel += self._enqueue_completed_traj(index).numel()
-        found: list[TensorDictBase] = []
-        while sum(each.numel() for each in found) < self.dialog_turns_per_batch:
-            found.append(self._trajectory_queue.popleft())
-        batch: TensorDictBase = torch.cat(found, -1)
+        trajectories: list[TensorDictBase] = []
+        while (
+            sum(trajectory.numel() for trajectory in trajectories)
+            < self.dialog_turns_per_batch
+        ):
+            trajectories.append(self._trajectory_queue.popleft())
+        batch: TensorDictBase = torch.cat(trajectories, -1)
         self._result_numel -= batch.numel()
         return batch
 
@@ -157,12 +162,12 @@ class SGLangLLMCollector(LLMCollector):
         A conversation that has ended needs one: its environment takes a new prompt.
         """
         env = self.env
-        own = env.__dict__.keys() & {
+        overrides = env.__dict__.keys() & {
             "_compiled_step_and_maybe_reset",
             "_torchrl_native_autoreset",
         }
         if (
-            own
+            overrides
             or isinstance(env, AsyncEnvPool)
             or type(batch) is not LazyStackedTensorDict
             or batch.device != env.device
@@ -229,8 +234,8 @@ def _check_samples(policy: Any) -> None:
 
 def _ends(env: EnvBase, output: TensorDictBase) -> bool:
     """Returns whether a conversation ends with this step."""
-    reached = output.get("next")
-    return any(bool(reached.get(key).any()) for key in env.done_keys)
+    following = output.get("next")
+    return any(bool(following.get(key).any()) for key in env.done_keys)
 
 
 def _has_hooks(env: EnvBase) -> bool:

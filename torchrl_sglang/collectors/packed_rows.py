@@ -55,8 +55,8 @@ def pack(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> Packed:
 
     file = io.BytesIO()
     RowPickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-    rest = np.frombuffer(file.getbuffer(), dtype=np.uint8)
-    return size, np.concatenate([*pieces, rest])
+    pickled = np.frombuffer(file.getbuffer(), dtype=np.uint8)
+    return size, np.concatenate([*pieces, pickled])
 
 
 def unpack(packed: Packed) -> Any:

@@ -171,8 +171,8 @@ class RayAsyncLLMCollector(GroupCollector):
         seconds = self.timeouts.batch + CALL_TIMEOUT_SECONDS
         while True:
             answer = self._begin("next")
-            ended, packed = self._result(answer, seconds, self._refresh_weights)
-            if ended:
+            has_ended, packed = self._result(answer, seconds, self._refresh_weights)
+            if has_ended:
                 return
             yield unpack(packed)
 
@@ -273,8 +273,8 @@ class RayAsyncLLMCollector(GroupCollector):
                 if ray.wait([answer], timeout=ON_WAIT_SECONDS)[0]:
                     break
                 on_wait()
-            left = max(deadline - time.monotonic(), 0.0)
-            return ray.get(answer, timeout=left)
+            seconds_left = max(deadline - time.monotonic(), 0.0)
+            return ray.get(answer, timeout=seconds_left)
         except ray.exceptions.GetTimeoutError as error:
             raise CollectionTimeoutError(
                 f"The collector's actor did not answer within {seconds:g} s. If it has "
@@ -366,8 +366,8 @@ def _what_it_uses(value: Any) -> str:
     """Returns a function's name, and the variable that it cannot be pickled with."""
     if not inspect.isfunction(value):
         return f", a {type(value).__name__},"
-    found = inspect.getclosurevars(value)
-    for name, used in {**found.globals, **found.nonlocals}.items():
+    variables = inspect.getclosurevars(value)
+    for name, used in {**variables.globals, **variables.nonlocals}.items():
         if not _can_be_pickled(used):
             return (
                 f", the function {value.__qualname__!r}, which uses {name!r}, a "
@@ -396,7 +396,7 @@ def _check_resources(config: Mapping[str, Any]) -> None:
     import ray
     from ray._private import worker
 
-    asked = {
+    resources = {
         "CPU": config.get("num_cpus", 1),
         "GPU": config.get("num_gpus"),
         "memory": config.get("memory"),
@@ -404,23 +404,23 @@ def _check_resources(config: Mapping[str, Any]) -> None:
     }
     # An actor runs on one machine.
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    for name, count in asked.items():
-        most = max((node.get(name, 0) for node in nodes), default=0)
-        if count is None or count <= most:
+    for name, count in resources.items():
+        largest = max((node.get(name, 0) for node in nodes), default=0)
+        if count is None or count <= largest:
             continue
-        said = (
+        shortage = (
             f"remote_config={dict(config)!r} asks for {count:g} of {name!r}, and no "
-            f"machine of the Ray cluster has more than {most:g}"
+            f"machine of the Ray cluster has more than {largest:g}"
         )
         node = getattr(worker, "_global_node", None)
         if node is not None and node.is_head():
             raise ConfigurationError(
-                f"{said}; ask for less, or start Ray with more, for instance "
+                f"{shortage}; ask for less, or start Ray with more, for instance "
                 f"ray_init_config={{'num_cpus': {count:g}}}."
             )
         torchrl_logger.warning(
-            f"{said}. The collector starts when the cluster grows by one that has, and "
-            f"gives up after {START_TIMEOUT_SECONDS:g} s."
+            f"{shortage}. The collector starts when the cluster grows by one that has, "
+            f"and gives up after {START_TIMEOUT_SECONDS:g} s."
         )
 
 

@@ -226,7 +226,7 @@ class SharedCollector:
         self.policy_version = self._ranks.first(load)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the collector, on the first rank, and what the ranks tell each other.
+        """Ends the collector, on the first rank, and the connections of the ranks.
 
         A rank that waits for this one fails.
         """
@@ -342,7 +342,7 @@ class _RankGroup:
             return parts[0], [pack(part) for part in parts[1:]]
 
         packed, error = self._outcome(make)
-        mine, packed_parts = packed or (None, [])
+        first_part, packed_parts = packed or (None, [])
         heads: list[Any] = [(None, _portable(error))] * self.size
         heads[1:] = [
             ((start, len(part)), None) for start, part in packed_parts
@@ -360,7 +360,7 @@ class _RankGroup:
                 part = torch.from_numpy(content)
                 send = partial(dist.send, part, group_dst=rank, group=self._group)
                 self._guard(send)
-            return mine
+            return first_part
         head, text = received[0]
         if text is not None:
             raise text

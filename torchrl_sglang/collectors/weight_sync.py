@@ -146,13 +146,13 @@ def _choose_weights(
     weights_dict: Mapping[str, Any] | None,
 ) -> Any:
     """Returns the weights that TorchRL's arguments name, or None for the registered."""
-    given = {
+    choices = {
         "policy_or_weights": policy_or_weights,
         "weights": weights,
         "policy": policy,
         "weights_dict": weights_dict,
     }
-    names = [name for name, value in given.items() if value is not None]
+    names = [name for name, value in choices.items() if value is not None]
     if len(names) > 1:
         raise ConfigurationError(
             f"Give the weights once; {' and '.join(names)} were given."
@@ -165,4 +165,4 @@ def _choose_weights(
         )
     if weights_dict is not None:
         return weights_dict[MODEL_ID]
-    return given[names[0]] if names else None
+    return choices[names[0]] if names else None

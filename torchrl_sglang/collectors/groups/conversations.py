@@ -219,15 +219,15 @@ class Conversations:
             seed_of=seed_of,
             priority=priority,
         )
-        said: list[Message] | None = []
-        while said is not None:
-            conversation.messages.extend(said)
+        messages: list[Message] | None = []
+        while messages is not None:
+            conversation.messages.extend(messages)
             if not await respond():
                 conversation.truncated = True
                 return
-            said = await self._reply(conversation)
-            if said is not None and len(conversation.turns) == self._max_turns:
-                conversation.messages.extend(said)
+            messages = await self._reply(conversation)
+            if messages is not None and len(conversation.turns) == self._max_turns:
+                conversation.messages.extend(messages)
                 conversation.truncated = True
                 return
 
@@ -307,25 +307,25 @@ class Conversations:
     async def _reply(self, conversation: Conversation) -> list[Message] | None:
         """Returns the next message, or ``None`` at the end."""
         if self._tools is not None and self._calls is not None:
-            answered = await self._tools.answer(
+            answers = await self._tools.answer(
                 conversation,
                 self._blocking,
                 self._timeouts.step,
                 any_id=self._calls.any_id,
             )
-            if answered and self._calls.in_message:
-                calls = [each.call_message for each in answered]
-                said = conversation.messages[-1]
-                conversation.messages[-1] = {**said, "tool_calls": calls}
-            if answered:
-                return [each.message for each in answered]
+            if answers and self._calls.in_message:
+                calls = [answer.call_message for answer in answers]
+                message = conversation.messages[-1]
+                conversation.messages[-1] = {**message, "tool_calls": calls}
+            if answers:
+                return [answer.message for answer in answers]
         if self._step is None:
             return None
         with naming(_STEP.format(name_of(self._step))), span("step"):
-            said = await self._blocking.call(
+            message = await self._blocking.call(
                 self._step, conversation, conversation.task, seconds=self._timeouts.step
             )
-        return None if said is None else read_messages(said, "step")
+        return None if message is None else read_messages(message, "step")
 
 
 def first_messages(

@@ -197,8 +197,8 @@ class _Adapted:
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         self._required = [
             name
-            for name, each in self._parameters.items()
-            if each.default is each.empty and each.kind not in kinds
+            for name, parameter in self._parameters.items()
+            if parameter.default is parameter.empty and parameter.kind not in kinds
         ]
         self.__name__ = name_of(function)
 
@@ -209,7 +209,9 @@ class _Adapted:
     def _taken(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the arguments that the function takes."""
         parameters = self._parameters
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        if any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        ):
             return arguments
         return {name: arguments[name] for name in parameters if name in arguments}
 
@@ -240,12 +242,14 @@ class _TrlReward(_Adapted):
         prompt = task[self._query_key]
         # For a text TRL has texts, and for messages it has messages.
         complete = _text if isinstance(prompt, str) else _messages
-        known = columns | {
+        arguments = columns | {
             "prompts": [prompt] * len(conversations),
-            "completions": [complete(each) for each in conversations],
-            "completion_ids": [each.turns[-1].token_ids for each in conversations],
+            "completions": [complete(conversation) for conversation in conversations],
+            "completion_ids": [
+                conversation.turns[-1].token_ids for conversation in conversations
+            ],
         }
-        values = self._function(**self._taken(known))
+        values = self._function(**self._taken(arguments))
         if inspect.isawaitable(values):
             return _await_numbers(values)
         return _without_none(values)
@@ -291,13 +295,13 @@ class _VerlReward(_Adapted):
         model = task.get("reward_model")
         truth = task.get("ground_truth", (model or {}).get("ground_truth"))
         self._check_truth(truth, task)
-        known = {
+        arguments = {
             "data_source": task.get("data_source"),
             "solution_str": conversation.response,
             "ground_truth": truth,
             "extra_info": task.get("extra_info"),
         }
-        value = self._function(**self._taken(known))
+        value = self._function(**self._taken(arguments))
         return _await_score(value) if inspect.isawaitable(value) else _score(value)
 
 

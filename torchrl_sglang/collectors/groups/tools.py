@@ -179,15 +179,15 @@ def _probe(system: str | None, tag: str, *, in_message: bool) -> list[Message]:
         messages.insert(0, {"role": "system", "content": system})
     for turn, count in enumerate((2, 1), start=1):
         tags = [tag.format(turn, place) or None for place in range(count)]
-        calls = [ToolCall(tool="probe", args={}, tag=each) for each in tags]
+        calls = [ToolCall(tool="probe", args={}, tag=name) for name in tags]
         ids = _ids(calls, "", turn, any_id=True)
         answers = [
-            AnsweredCall(call, "?", each) for call, each in zip(calls, ids, strict=True)
+            AnsweredCall(call, "?", id_) for call, id_ in zip(calls, ids, strict=True)
         ]
         reply: dict[str, Any] = {"role": "assistant", "content": "?"}
         if in_message:
-            reply["tool_calls"] = [each.call_message for each in answers]
-        messages += [reply, *(each.message for each in answers)]
+            reply["tool_calls"] = [answer.call_message for answer in answers]
+        messages += [reply, *(answer.message for answer in answers)]
     return messages
 
 

@@ -82,7 +82,7 @@ def must_wait(
         >>> must_wait(limits, consumed=4, size=2, started=[0, 1])
         True
     """
-    return any(consumed + size - each > limits.capacity for each in started)
+    return any(consumed + size - start > limits.capacity for start in started)
 
 
 def may_take_in_order(
@@ -105,7 +105,7 @@ def may_take_in_order(
     """
     if len(ready) < size:
         return False
-    return not size or all(each > ready[size - 1] for each in unfinished)
+    return not size or all(position > ready[size - 1] for position in unfinished)
 
 
 def choose_groups(
@@ -150,16 +150,16 @@ def choose_groups(
     for ahead in range(limits.max_staleness + 1):
         # Groups that must be consumed before the version grows by more than `ahead`.
         horizon = version + ahead - limits.max_staleness
-        due = [place for place, oldest in enumerate(ready) if oldest <= horizon]
+        due_places = [place for place, oldest in enumerate(ready) if oldest <= horizon]
         # Groups that are stale already are not waited for.
         late = version - limits.max_staleness
         coming = sum(late <= oldest <= horizon for oldest in running)
         places = later + ahead * limits.groups_per_update
-        needed = min(len(due) + coming - places, size)
-        if needed > len(due):
+        needed = min(len(due_places) + coming - places, size)
+        if needed > len(due_places):
             return None
-        missing = needed - len(chosen.intersection(due))
-        rest = [place for place in due if place not in chosen]
-        chosen.update(rest[: max(missing, 0)])
-    rest = [place for place in range(len(ready)) if place not in chosen]
-    return sorted([*chosen, *rest[: size - len(chosen)]])
+        missing = needed - len(chosen.intersection(due_places))
+        other_places = [place for place in due_places if place not in chosen]
+        chosen.update(other_places[: max(missing, 0)])
+    other_places = [place for place in range(len(ready)) if place not in chosen]
+    return sorted([*chosen, *other_places[: size - len(chosen)]])

@@ -95,7 +95,7 @@ class GroupFailures:
         """
         attempts = self._attempts.setdefault(position, _Attempts(now))
         engines = is_engines(error)
-        began = engines and not self._engine_failed
+        engine_began = engines and not self._engine_failed
         if engines:
             attempts.engines += 1
             self._engine_failed.add(position)
@@ -107,11 +107,11 @@ class GroupFailures:
             return self._refused(position, count)
         is_task = isinstance(origin(error), TaskError)
         if not is_task and self._may_retry(attempts, now):
-            return FailureVerdict(retry=True, attempts=count, engine_began=began)
+            return FailureVerdict(retry=True, attempts=count, engine_began=engine_began)
         if engines and len(self._engine_failed) > 1:
             # The engine is at fault, not this group.
             return FailureVerdict(
-                retry=True, attempts=count, engine_began=began, ends=True
+                retry=True, attempts=count, engine_began=engine_began, ends=True
             )
         del self._attempts[position]
         self._given_up_in_a_row += 1

@@ -217,10 +217,12 @@ class GroupPool(Generic[T]):
         if not places:
             return None
         chosen = [self._ready[place] for place in places]
-        taken = {group.position for group in chosen}
-        self._ready = [group for group in self._ready if group.position not in taken]
-        self.consumed += len(taken)
-        self._consumed_in_version += len(taken)
+        positions = {group.position for group in chosen}
+        self._ready = [
+            group for group in self._ready if group.position not in positions
+        ]
+        self.consumed += len(positions)
+        self._consumed_in_version += len(positions)
         if self.buffered:
             self._serve_buffer()
         return chosen
@@ -242,7 +244,7 @@ class GroupPool(Generic[T]):
         self._drop_stale()
 
     def _serve_buffer(self) -> None:
-        """The trainer has what it trains on next, if the buffer has it."""
+        """Counts the trainer as served, if the buffer has its next groups."""
         if self._consumed_in_version >= self.limits.groups_per_update:
             self.pace.get()
 

@@ -148,7 +148,7 @@ def _is_ambiguous(column: Any, size: int) -> bool:
 
 
 def _listed_size(batch: Mapping[Any, Any]) -> int | None:
-    columns = [each for each in batch.values() if not isinstance(each, Mapping)]
+    columns = [column for column in batch.values() if not isinstance(column, Mapping)]
     sizes = map(_length, columns or batch.values())
     return next((size for size in sizes if size is not None), None)
 

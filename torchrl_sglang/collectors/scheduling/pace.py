@@ -54,9 +54,9 @@ def batches_in_time(
         spans = (
             sum(steps[first : first + count]) for first in range(len(steps) - count + 1)
         )
-        left = min(spans) + late - elapsed - lead
-        if left > 0:
-            return count - 1, math.inf if late else left
+        seconds_left = min(spans) + late - elapsed - lead
+        if seconds_left > 0:
+            return count - 1, math.inf if late else seconds_left
     return None, math.inf
 
 
@@ -158,5 +158,5 @@ class Pace:
         if count is None:
             return free, math.inf
         # One that takes longer than the others is not counted on.
-        ahead += sum(now - began <= lead for began in self._began.values())
+        ahead += sum(now - start <= lead for start in self._began.values())
         return max(min(free, count * self.batch - ahead), 0), seconds

@@ -112,7 +112,7 @@ def refuse_table(name: str, given: Any) -> None:
 
 
 def make_prompts(
-    given: Any, *, query_key: str, shuffle: bool, seed: int
+    prompts: Any, *, query_key: str, shuffle: bool, seed: int
 ) -> PromptStream:
     """Returns a dataset's, a data loader's or an iterable's tasks by position.
 
@@ -120,32 +120,32 @@ def make_prompts(
         ConfigurationError: if they cannot be read, or shuffled.
     """
     passes = None
-    if isinstance(given, Passes):
-        given, passes = given.prompts, given.count
-    refuse_table("prompts", given)
-    if isinstance(given, (str, Mapping)) or is_tensor_collection(given):
+    if isinstance(prompts, Passes):
+        prompts, passes = prompts.prompts, prompts.count
+    refuse_table("prompts", prompts)
+    if isinstance(prompts, (str, Mapping)) or is_tensor_collection(prompts):
         raise ConfigurationError(
             f"prompts must be a dataset, a data loader or an iterable of tasks, got "
-            f"one {type(given).__name__}; give a list of them."
+            f"one {type(prompts).__name__}; give a list of them."
         )
-    if is_read_by_index(given):
-        if not len(given):
+    if is_read_by_index(prompts):
+        if not len(prompts):
             raise ConfigurationError("prompts is empty; give at least one task.")
         return _DatasetPrompts(
-            given, query_key, shuffle=shuffle, seed=seed, passes=passes
+            prompts, query_key, shuffle=shuffle, seed=seed, passes=passes
         )
-    if not isinstance(given, Iterable):
+    if not isinstance(prompts, Iterable):
         raise ConfigurationError(
             f"prompts must be a dataset, a data loader or an iterable of tasks, got "
-            f"{type(given).__name__}."
+            f"{type(prompts).__name__}."
         )
     if shuffle:
         raise ConfigurationError(
             f"shuffle=True needs prompts that are read by index, and a "
-            f"{type(given).__name__} is read in its own order; shuffle there, and "
+            f"{type(prompts).__name__} is read in its own order; shuffle there, and "
             f"leave shuffle out."
         )
-    return _IteratedPrompts(given, query_key, passes=passes)
+    return _IteratedPrompts(prompts, query_key, passes=passes)
 
 
 class _DatasetPrompts:
