@@ -29,7 +29,6 @@ from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.trajectories import Trajectory
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.observer import ResponseRecord
-from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import remember, span
@@ -105,34 +104,19 @@ class AgentGroups(GroupKind):
                 "The gateway and the policy have different engines; make the gateway "
                 "with policy.model."
             )
-        blocking = BlockingCalls("torchrl_sglang-functions", self.num_threads)
-        return AgentGroupMaker(self.agent, self.gateway, setting, blocking)
+        return AgentGroupMaker(self, setting)
 
 
 class AgentGroupMaker(GroupMaker):
-    """Runs groups of agents, and writes their trajectories.
+    """Runs groups of agents, and writes their trajectories."""
 
-    Args:
-        agent: as for :meth:`.Gateway.run_agents`.
-        gateway: serves them.
-        setting: of the collector.
-        blocking: threads, which end with the collector.
-    """
-
-    def __init__(
-        self,
-        agent: Agent,
-        gateway: Sessions,
-        setting: GroupSetting,
-        blocking: BlockingCalls,
-    ) -> None:
-        columns = COLUMNS | {column.name for column in gateway.token_columns}
-        super().__init__(setting, columns, blocking)
-        self._agent = agent
-        self._gateway = gateway
-        self._role = f"The agent {name_of(agent)!r}"
+    def __init__(self, groups: AgentGroups, setting: GroupSetting) -> None:
+        self._agent, self._gateway = groups.agent, groups.gateway
+        columns = {column.name for column in self._gateway.token_columns}
+        super().__init__(setting, COLUMNS | columns, groups.num_threads)
+        self._role = f"The agent {name_of(self._agent)!r}"
         self._told = False
-        check_call(self._role, agent, "task", base_url="", api_key="")
+        check_call(self._role, self._agent, "task", base_url="", api_key="")
 
     async def run(
         self,

@@ -43,7 +43,6 @@ from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
 from torchrl_sglang.requests.seeds import SeedOf, seeds_at
-from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
@@ -207,37 +206,23 @@ class EnvironmentGroups(GroupKind):
                 "Environments need tensordict.set_list_to_stack(True).set() at the "
                 "beginning of the program."
             )
-        blocking = BlockingCalls("torchrl_sglang-functions", self.num_threads)
-        return EnvironmentGroupMaker(self.env, setting, blocking)
+        return EnvironmentGroupMaker(self, setting)
 
 
 class EnvironmentGroupMaker(GroupMaker):
     """Runs groups of conversations, each in an environment of its own.
 
-    Args:
-        make_env: makes an environment of batch size 1.
-        setting: of the collector.
-        blocking: threads of environments.
-
     Attributes:
         policy (SGLangWrapper): responds in them; TorchRL's ``RetrieveKL`` reads it.
-
-    Raises:
-        ConfigurationError: if ``make_env`` makes something else.
     """
 
-    def __init__(
-        self,
-        make_env: Callable[[], EnvBase],
-        setting: GroupSetting,
-        blocking: BlockingCalls,
-    ) -> None:
+    def __init__(self, groups: EnvironmentGroups, setting: GroupSetting) -> None:
         self.policy = setting.policy
         columns = ROW_COLUMNS | frozenset(
             key if isinstance(key, str) else key[0] for key in self.policy.out_keys
         )
-        super().__init__(setting, columns, blocking)
-        self._make_env = make_env
+        super().__init__(setting, columns, groups.num_threads)
+        self._make_env = groups.env
         self._timeouts = setting.timeouts
         self._environments = _Environments(self._make, seconds=self._timeouts.shutdown)
 

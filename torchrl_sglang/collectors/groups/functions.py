@@ -13,7 +13,7 @@ from torchrl_sglang.collectors.groups.conversations import (
     Conversations,
     Step,
 )
-from torchrl_sglang.collectors.groups.recorded import record_conversations
+from torchrl_sglang.collectors.groups.recorded import record_conversation
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
 from torchrl_sglang.collectors.groups.rewards import Rewards
 from torchrl_sglang.collectors.groups.rows import GroupWriter
@@ -32,7 +32,6 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.turns import TurnCodec
 from torchrl_sglang.requests.seeds import seeds_at
-from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
@@ -128,67 +127,50 @@ class FunctionGroups(GroupKind):
             ConfigurationError: if a function or a tool is wrong, or the policy's chat
                 template does not take tools.
         """
-        tools = None if self.tools is None else Tools(self.tools, self.tool_parser)
-        blocking = BlockingCalls("torchrl_sglang-functions", self.num_threads)
-        rewards = Rewards(
-            self.rewards,
-            self.group_rewards,
-            seconds=setting.timeouts.reward,
-            blocking=blocking,
-            query_key=setting.query_key,
+        return FunctionGroupMaker(self, setting)
+
+
+class FunctionGroupMaker(GroupMaker):
+    """Runs groups of conversations, and writes them."""
+
+    def __init__(self, groups: FunctionGroups, setting: GroupSetting) -> None:
+        tools = (
+            None if groups.tools is None else Tools(groups.tools, groups.tool_parser)
         )
         codec = TurnCodec(setting.policy, () if tools is None else tools.schemas)
+        self._writer = GroupWriter(codec, setting.versions)
+        super().__init__(setting, self._writer.columns, groups.num_threads)
+        self._rewards = Rewards(
+            groups.rewards,
+            groups.group_rewards,
+            seconds=setting.timeouts.reward,
+            blocking=self._blocking,
+            query_key=setting.query_key,
+        )
+        check_names(self._rewards.names, self._columns, "a reward")
+        self._columns |= frozenset(self._rewards.names)
         if tools is not None and not codec.tells_of_tools():
             torchrl_logger.warning(
                 "The chat template says nothing of tools, so that the policy does not "
                 "know that it can call some. Tell it in system_prompt or in the "
                 "prompts, or give the policy another chat_template."
             )
-        if not rewards and self.step is None:
+        if not self._rewards and groups.step is None:
             torchrl_logger.warning(
                 "There are neither rewards nor group_rewards, nor a step that could "
                 "set rewards: all rewards will be 0."
             )
-        conversations = Conversations(
+        self._conversations = Conversations(
             codec,
             query_key=setting.query_key,
-            system_prompt=self.system_prompt,
-            step=self.step,
+            system_prompt=groups.system_prompt,
+            step=groups.step,
             tools=tools,
-            max_turns=self.max_turns,
+            max_turns=groups.max_turns,
             timeouts=setting.timeouts,
-            blocking=blocking,
+            blocking=self._blocking,
         )
-        writer = GroupWriter(codec, setting.versions)
-        return FunctionGroupMaker(conversations, rewards, writer, setting, blocking)
-
-
-class FunctionGroupMaker(GroupMaker):
-    """Runs groups of conversations, and writes them.
-
-    Args:
-        conversations: runs one.
-        rewards: of a complete group.
-        writer: writes it.
-        setting: of the collector.
-        blocking: threads of their functions, which end with them.
-    """
-
-    def __init__(
-        self,
-        conversations: Conversations,
-        rewards: Rewards,
-        writer: GroupWriter,
-        setting: GroupSetting,
-        blocking: BlockingCalls,
-    ) -> None:
-        check_names(rewards.names, writer.columns, "a reward")
-        columns = writer.columns | frozenset(rewards.names)
-        super().__init__(setting, columns, blocking)
-        self.generating = conversations.generating
-        self._conversations = conversations
-        self._rewards = rewards
-        self._writer = writer
+        self.generating = self._conversations.generating
 
     def check_columns(self, names: Iterable[str]) -> None:
         """Checks the names of a dataset's columns.
@@ -244,4 +226,7 @@ class FunctionGroupMaker(GroupMaker):
 
     def record(self, group: FunctionGroup) -> list[ResponseRecord]:
         """Returns the responses of a group for :class:`.GroupEnded`."""
-        return record_conversations(group.conversations, self._versions)
+        return [
+            record_conversation(conversation, self._versions)
+            for conversation in group.conversations
+        ]

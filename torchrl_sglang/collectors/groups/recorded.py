@@ -14,16 +14,10 @@ from torchrl_sglang.observer import ResponseRecord, TurnRecord
 from torchrl_sglang.types import Completion
 
 
-def record_conversations(
-    conversations: Sequence[Conversation], versions: PolicyVersions
-) -> list[ResponseRecord]:
-    """Returns conversations of plain functions."""
-    return [_conversation(conversation, versions) for conversation in conversations]
-
-
-def _conversation(
+def record_conversation(
     conversation: Conversation, versions: PolicyVersions
 ) -> ResponseRecord:
+    """Returns a conversation of plain functions."""
     turns, first = [], 0
     for number, turn in enumerate(conversation.turns):
         completion, end = turn.response.completion, turn.num_messages

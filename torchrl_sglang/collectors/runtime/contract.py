@@ -68,7 +68,7 @@ class GroupMaker(abc.ABC):
     Args:
         setting: of the collector.
         columns: names that a row uses itself.
-        blocking: threads of the user's functions, which end with the collector.
+        num_threads: most threads for functions of the user.
 
     Attributes:
         size (int): conversations of a group.
@@ -76,14 +76,14 @@ class GroupMaker(abc.ABC):
     """
 
     def __init__(
-        self, setting: GroupSetting, columns: frozenset[str], blocking: BlockingCalls
+        self, setting: GroupSetting, columns: frozenset[str], num_threads: int
     ) -> None:
         self.size = setting.size
         self.generating = Meter()
         self._setting = setting
         self._versions = setting.versions
         self._columns = columns
-        self._blocking = blocking
+        self._blocking = BlockingCalls("torchrl_sglang-functions", num_threads)
 
     @abc.abstractmethod
     async def run(
