@@ -145,7 +145,7 @@ def run(hf_model, tmp_path):
         each.close()
 
 
-@pytest.fixture(params=["off_policy.rst", "concepts/versions.rst"])
+@pytest.fixture(params=["off_policy.rst"])
 def page(request):
     return request.param
 
