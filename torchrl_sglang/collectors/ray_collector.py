@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields, is_dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from tensordict import TensorDictBase, list_to_stack, set_list_to_stack
@@ -350,6 +351,10 @@ def _find_unpicklable(arguments: Mapping[str, Any]) -> str | None:
     for name, value in arguments.items():
         if _can_be_pickled(value):
             continue
+        if is_dataclass(value):
+            # A kind of groups, whose arguments have names of their own.
+            options = {part.name: getattr(value, part.name) for part in fields(value)}
+            return _find_unpicklable(options)
         parts: Mapping[Any, Any] = {}
         if isinstance(value, Mapping):
             parts = value

@@ -27,6 +27,7 @@ from torchrl_sglang import (
     AsyncLLMCollector,
     CollectorTimeouts,
     CorrectedGRPOLoss,
+    FunctionGroups,
     RayAsyncLLMCollector,
     SGLangWeightSyncScheme,
     SGLangWrapper,
@@ -114,6 +115,8 @@ def test_arguments_that_an_actor_cannot_have_are_refused(restored_engine, ray_he
     used = r"step, the function '.*waits', which uses 'lock', a lock, cannot be sent"
     with pytest.raises(ConfigurationError, match=used):
         make(restored_engine, step=waits)
+    with pytest.raises(ConfigurationError, match=used):
+        make(restored_engine, groups=FunctionGroups(step=waits))
     with pytest.raises(ConfigurationError, match=r"rewards\['b'\], the function"):
         make(restored_engine, rewards={"a": max, "b": waits})
     with pytest.raises(ConfigurationError, match="prompts, a generator, cannot be"):
