@@ -26,7 +26,7 @@ keeps working::
         ├── CollectionTimeoutError(TimeoutError)       no batch was complete in time
         └── UserFunctionError                          a function of the user raised
 
-A message is a full sentence: what failed, which value, which server, what to do next.
+A message is a full sentence: the failure, the value, the server, and the next step.
 Errors take their attributes as keywords, are not changed afterwards
 (:meth:`SGLangError.replace` makes a copy) and can be pickled.
 """

@@ -32,22 +32,18 @@ VAGUE_NAMES = re.compile(
 """Participles, pronouns and adverbs; a local name is the noun of what it holds."""
 
 SUMMARY_LINES_LEFT: dict[str, int] = {
-    "cli": 1,
     "weight_update": 34,
 }
 NAMES_LEFT: dict[str, int] = {
-    "backends": 11,
-    "chat": 1,
-    "cli": 2,
+    "backends": 10,
+    "cli": 1,
     "collectors": 9,
     "gateway": 3,
-    "objectives": 2,
     "policies": 2,
     "recording": 3,
     "requests": 1,
-    "support": 1,
     "types.py": 1,
-    "viewer": 5,
+    "viewer": 4,
     "weight_update": 143,
 }
 """Offenders in each folder that are not rewritten yet: the numbers only shrink."""

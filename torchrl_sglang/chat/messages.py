@@ -43,8 +43,8 @@ def from_openai(messages: Any) -> list[Message]:
 def read_messages(value: Any, name: str) -> list[Message]:
     """Returns a prompt as messages: a text, a message, or messages in OpenAI's form.
 
-    They are read as those of a request, and keep other fields: chat templates may read
-    them.
+    They are read like a request's messages, and keep other fields: chat templates may
+    read them.
 
     Args:
         value: a text, a message or messages.
@@ -178,18 +178,18 @@ def _tool_call(name: str, call: Any) -> dict[str, Any]:
     return {"id": call.get("id") or "", "type": "function", "function": called}
 
 
-def read_arguments(given: Any) -> Any:
+def read_arguments(arguments: Any) -> Any:
     """Parses arguments of a call, which clients send as the JSON text of an object.
 
     The function is idempotent.
     """
-    while isinstance(given, str):
+    while isinstance(arguments, str):
         try:
-            given = json.loads(given or "{}")
+            arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
             # Possibly the model's own text, so it is kept.
             break
-    return given or {}
+    return arguments or {}
 
 
 def without_stop(text: str, stop: Any) -> str:

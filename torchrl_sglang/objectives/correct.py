@@ -63,7 +63,7 @@ class Corrected:
     """Non-negative factor of the advantage, before the division by its mean."""
     keep: Tensor
     """bool: the tokens left in the loss and in its denominator."""
-    kept: Statistic
+    kept_share: Statistic
     """Share of the sequences with a remaining token."""
     statistics: dict[str, Statistic]
     """verl's name -> metric."""
@@ -71,10 +71,10 @@ class Corrected:
     def of_all_ranks(self, ranks: LossRanks) -> Corrected:
         """Returns this rank's tokens, with the means of the batch of all ranks."""
         kept_share, *reduced = of_all_ranks(
-            [self.kept, *self.statistics.values()], ranks
+            [self.kept_share, *self.statistics.values()], ranks
         )
         named = dict(zip(self.statistics, reduced, strict=True))
-        return replace(self, kept=kept_share, statistics=named)
+        return replace(self, kept_share=kept_share, statistics=named)
 
 
 def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
@@ -132,7 +132,7 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
         old=old,
         weights=torch.where(keep, weights, 0),
         keep=keep,
-        kept=share(keep.any(-1), torch.ones_like(keep[:, 0])),
+        kept_share=share(keep.any(-1), torch.ones_like(keep[:, 0])),
         statistics={PREFIX + name: statistic for name, statistic in metrics.items()},
     )
 
@@ -157,7 +157,7 @@ def scale_advantage(
         ...     old=torch.zeros(2, 2),
         ...     weights=torch.tensor([[1.0, 0.5], [0.0, 0.0]]),
         ...     keep=keep,
-        ...     kept=share(keep.any(-1), torch.tensor([True, True])),
+        ...     kept_share=share(keep.any(-1), torch.tensor([True, True])),
         ...     statistics={},
         ... )
         >>> scale_advantage(torch.ones(2, 1), corrected, "token_mean").tolist()
@@ -170,7 +170,7 @@ def scale_advantage(
     if mean is not None:
         scaled = formulas.divide_by_mean(scaled, mean.value)
     if aggregation == "prompt_mean":
-        total, count = corrected.kept.terms.to(scaled.dtype)
+        total, count = corrected.kept_share.terms.to(scaled.dtype)
         scaled = scaled * count / total.clamp_min(1)
     return scaled
 
@@ -268,10 +268,10 @@ def _weights(
     config: RolloutCorrectionConfig, log_ratio: Tensor, known: Tensor
 ) -> tuple[Tensor, dict[str, Statistic]]:
     """Returns the applied importance weights, and their metrics."""
-    ones = known.to(log_ratio.dtype)
+    unit_weights = known.to(log_ratio.dtype)
     level = config.rollout_is
     if level is None:
-        return ones, {}
+        return unit_weights, {}
     lower, upper = config.weight_bounds
     raw = formulas.importance_weights(log_ratio, known, level)
     weights = formulas.truncate(raw, upper, lower)
@@ -279,7 +279,7 @@ def _weights(
     if config.rollout_is_batch_normalize:
         mean = "rollout_is_seq_mean" if level == "sequence" else "rollout_is_mean"
         metrics[WEIGHT_MEAN.removeprefix(PREFIX)] = metrics[mean]
-    return (weights if config.applies_weights else ones), metrics
+    return (weights if config.applies_weights else unit_weights), metrics
 
 
 def _keep(

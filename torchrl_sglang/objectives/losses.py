@@ -317,7 +317,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         The gradient equals a single pass over the whole batch, however it is cut: each
         part counts by its tokens, or with ``aggregation="prompt_mean"`` its sequences,
         that the correction leaves in the loss. It replaces ``backward()``; the memory
-        is that of the largest part. Existing gradients are kept, and added to.
+        is the largest part's. Existing gradients are kept, and added to.
 
         A batch that :class:`.OffPolicyCorrection` has corrected may be cut, too.
 

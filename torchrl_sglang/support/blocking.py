@@ -38,7 +38,7 @@ class _ThreadCall:
 
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
-    began: float | None = None
+    start: float | None = None
     """Monotonic time of the start."""
     abandoned: bool = False
     """Nobody waits for it, and its thread has been replaced."""
@@ -82,7 +82,7 @@ class BlockingCalls:
         try:
             while not result.done():
                 # Waiting for a thread does not count: all threads come free in time.
-                passed = 0.0 if call.began is None else time.monotonic() - call.began
+                passed = 0.0 if call.start is None else time.monotonic() - call.start
                 if passed >= seconds:
                     raise CallTimeoutError(f"It took longer than {seconds:g} s.")
                 await asyncio.wait([result], timeout=seconds - passed)
@@ -149,7 +149,7 @@ class BlockingCalls:
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             if call.future.set_running_or_notify_cancel():
-                call.began = time.monotonic()
+                call.start = time.monotonic()
                 _run(call)
             with self._lock:
                 if call.abandoned:

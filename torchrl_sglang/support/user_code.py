@@ -135,7 +135,7 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 def returns_awaitable(function: Any) -> bool:
     """Returns whether a function, or an object with ``__call__``, is asynchronous.
 
-    A lambda that calls a coroutine function is found only by what it returns.
+    A lambda that calls a coroutine function is found only by its result.
     """
     while isinstance(function, partial):
         function = function.func

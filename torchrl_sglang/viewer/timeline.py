@@ -177,27 +177,27 @@ def join(bars: Iterable[Bar]) -> list[Bar]:
     return joined
 
 
-def override(bars: Sequence[Bar], others: Sequence[Bar]) -> list[Bar]:
-    """Returns bars with others in their place, if there are some.
+def override(bars: Sequence[Bar], updates: Sequence[Bar]) -> list[Bar]:
+    """Returns bars with updates in their place, if any.
 
     Both are in the order of time, without overlaps within a kind.
     """
     parts: list[Bar] = []
-    others = sorted(others, key=lambda bar: bar.began)
+    updates = sorted(updates, key=lambda bar: bar.began)
     first = 0
     for bar in bars:
         start = bar.began
-        while first < len(others) and others[first].ended <= start:
+        while first < len(updates) and updates[first].ended <= start:
             first += 1
         place = first
-        while place < len(others) and (other := others[place]).began < bar.ended:
+        while place < len(updates) and (new := updates[place]).began < bar.ended:
             place += 1
-            if other.began > start:
-                parts.append(_part(bar, start, other.began))
-            start = max(start, other.ended)
+            if new.began > start:
+                parts.append(_part(bar, start, new.began))
+            start = max(start, new.ended)
         if start < bar.ended:
             parts.append(_part(bar, start, bar.ended))
-    return sorted([*parts, *others], key=lambda bar: bar.began)
+    return sorted([*parts, *updates], key=lambda bar: bar.began)
 
 
 def _part(bar: Bar, began: float, ended: float) -> Bar:

@@ -55,7 +55,7 @@ class Writers:
 def in_order(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns events in the order of time.
 
-    Those of a writer stay in their order, also where its clock was set back.
+    A writer's lines stay in their order, also where its clock was set back.
     """
     latest: dict[str, float] = {}
     times = []

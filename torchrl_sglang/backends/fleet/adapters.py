@@ -154,7 +154,7 @@ class Loading:
 class Retiring:
     """An adapter held by servers, without new requests."""
 
-    due: float
+    start: float
     """Earliest time of the drop if it is not in use, on the monotonic clock."""
     until: float
     """Latest time of the drop, even while it is in use."""
@@ -249,7 +249,7 @@ class AdapterState:
 
     def retire(self, loads: Iterable[str], due: float) -> AdapterState:
         """Returns the state with some loads retiring; they are dropped at ``due``."""
-        new = Retiring(due=due, until=due + DRAIN_SECONDS)
+        new = Retiring(start=due, until=due + DRAIN_SECONDS)
         retiring = {name: new for name in loads if name not in self.retiring}
         return replace(
             self,
@@ -260,7 +260,7 @@ class AdapterState:
     def hurry(self, loads: Collection[str], now: float) -> AdapterState:
         """Returns the state with retiring loads due now."""
         soon = {
-            name: replace(load, due=min(load.due, now)) if name in loads else load
+            name: replace(load, start=min(load.start, now)) if name in loads else load
             for name, load in self.retiring.items()
         }
         return replace(self, retiring=soon)
@@ -271,7 +271,7 @@ class AdapterState:
             name
             for name, load in self.retiring.items()
             if not load.dropping
-            and now >= load.due
+            and now >= load.start
             and (name not in self.users or now >= load.until)
             and not self.is_sent(name)
         ]

@@ -1,7 +1,7 @@
 """The servers of an engine, and their current state.
 
-Events come from any thread. :meth:`Fleet.apply` replaces the state under a lock by what
-:func:`.reconcile` returns, and hands the actions to the engine's loop.
+Events come from any thread. :meth:`Fleet.apply` replaces the state under a lock by the
+result of :func:`.reconcile`, and hands the actions to the engine's loop.
 """
 
 from __future__ import annotations

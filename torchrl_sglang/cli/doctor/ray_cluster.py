@@ -63,7 +63,7 @@ class Inspector:
     def look(
         self, others: Sequence[tuple[str, int]], **options: Any
     ) -> tuple[list[Finding], dict[str, str | None]]:
-        """Returns findings and versions; the options are those of ``Machine.here``."""
+        """Returns findings and versions; the options are ``Machine.here``'s."""
         from torchrl_sglang import __version__
 
         machine = Machine.here(**options)

@@ -274,7 +274,7 @@ class ServerMemory:
     """The KV cache: the remainder of the server's share."""
     token: float
     """Bytes of a token in the cache."""
-    rest: float
+    unreserved: float
     """Outside of the share: activations, CUDA graphs, buckets of an update."""
 
     @property
@@ -304,5 +304,5 @@ def server_memory(
         weights=weights,
         cache=share * memory - weights,
         token=HALF * shape.cache / parts,
-        rest=(1 - share) * memory,
+        unreserved=(1 - share) * memory,
     )

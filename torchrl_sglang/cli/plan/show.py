@@ -176,7 +176,7 @@ def _server_lines(found: Arrangement) -> Iterator[str]:
     yield f"Servers: {count} of tp_size={found.tp_size}; GiB of each GPU"
     yield _line("weights", server.weights)
     yield _line(f"KV cache, of {server.token / 1024:.1f} KiB a token", server.cache)
-    yield _line(f"outside of mem_fraction_static={found.share:g}", server.rest)
+    yield _line(f"outside of mem_fraction_static={found.share:g}", server.unreserved)
     yield (
         f"  Together they hold {found.sequences:,} responses of {work.sequence:,} "
         f"tokens at once."
