@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import pkgutil
 import re
 import runpy
 from dataclasses import fields
@@ -161,3 +162,22 @@ def test_every_tutorial_has_its_place():
     order = runpy.run_path(str(SOURCE / "tutorial_order.py"))["ORDER"]
     found = {path.stem for path in (SOURCE.parents[1] / "tutorials").glob("*.py")}
     assert sorted(found) == sorted(f"plot_{name}" for name in order)
+
+
+LISTED = re.compile(
+    r"currentmodule:: (\S+)|autosummary::\n(?:   :.*\n)*\n((?:   [\w.]+\n)+)"
+)
+
+
+def test_names_that_the_reference_lists_exist():
+    absent = []
+    for page in sorted((SOURCE / "reference").glob("*.rst")):
+        module = ""
+        for match in LISTED.finditer(page.read_text()):
+            module = match[1] or module
+            for name in (match[2] or "").split():
+                try:
+                    pkgutil.resolve_name(f"{module}.{name}")
+                except (ImportError, AttributeError):
+                    absent.append(f"{page.name}: {module}.{name}")
+    assert absent == []
