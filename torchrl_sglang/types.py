@@ -1,4 +1,4 @@
-"""Values that the package's layers exchange.
+"""Values exchanged by the package's layers.
 
 Frozen, keyword-only and free of torch tensors, except for the dtypes and shapes of
 :data:`ModelMetadata`. Nothing here does I/O.
@@ -66,7 +66,7 @@ class TensorPart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedParameter:
-    """A parameter of the module that the server's loader takes in parts.
+    """A parameter of the module, in parts for the server's loader.
 
     For example all experts of a layer, which a checkpoint stores separately.
     """
@@ -82,7 +82,7 @@ class VersionSpan:
     """A run of response tokens of a single weight version."""
 
     version: str
-    """Weight version that the server reported."""
+    """Weight version reported by the server."""
     start: int
     """Index of the first response token of the span."""
     end: int
@@ -198,7 +198,7 @@ class Completion:
     finish_reason: FinishReason
     """Reason of the response's end."""
     matched_stop: int | str | None = None
-    """The stop token id or stop string that ended it."""
+    """The stop token id or stop string at its end."""
     cached_tokens: int = 0
     """Number of prompt tokens whose KV cache came from the prefix cache."""
     versions: tuple[VersionSpan, ...] = ()
@@ -219,7 +219,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """A LoRA adapter that the servers of an engine hold."""
+    """A LoRA adapter on the servers of an engine."""
 
     name: str
     """Name of the adapter in requests."""
@@ -232,17 +232,17 @@ class Adapter:
 
 
 BLOCK_FP8 = "fp8 in blocks of 128 x 128"
-"""``ServerCapabilities.quantized`` of servers that accept FP8 weights with scales."""
+"""``ServerCapabilities.quantized`` of servers for FP8 weights with scales."""
 
 DraftUpdate: TypeAlias = Literal["auto", "keep", "update"]
-"""Treatment of a draft model in a weight update: a fitting one, none, or the same."""
+"""Treatment of a draft model in a weight update: a fitting model, none, or the same."""
 
 
 WeightRoute: TypeAlias = Literal["distributed", "tensor", "disk"]
 """Route by which servers load weights: a process group, a request, or a folder."""
 
 WeightLoader: TypeAlias = Literal["sglang", "traced"]
-"""Loader of new weights: the model's own, or copies that were traced in it once."""
+"""Loader of new weights: the model's own, or copies traced in it once."""
 
 TRACED_LOADER: Final = "torchrl_sglang_loader.load"
 """Name of the traced loader among the weight loaders of a server."""
@@ -250,9 +250,9 @@ TRACED_LOADER: Final = "torchrl_sglang_loader.load"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerArgs:
-    """Arguments of a server that this package uses, under SGLang's own names.
+    """Used arguments of a server, under SGLang's own names.
 
-    The defaults apply to arguments that a server does not report.
+    The defaults apply to arguments without a server's report.
     """
 
     device: str | None = None
@@ -266,7 +266,7 @@ class ServerArgs:
     load_format: str | None = None
     """``"dummy"``: it started with random weights."""
     quantization: str | None = None
-    """Quantization of the weights that the server loads."""
+    """Quantization of the server's weights at loading."""
     json_model_override_args: str | None = None
     """JSON of overrides of the model's configuration."""
     enable_symm_mem: bool = False
@@ -296,7 +296,7 @@ class ServerArgs:
     speculative_accept_threshold_acc: float = 1.0
     """Cumulative acceptance threshold; below 1, sampling is lossy."""
     sampling_mask_max_tokens: int | None = None
-    """Largest sampling support that it reports."""
+    """Largest reported sampling support."""
     enable_priority_scheduling: bool = False
     """Whether it starts waiting requests in the order of their priorities."""
     schedule_low_priority_values_first: bool = False
@@ -306,7 +306,7 @@ class ServerArgs:
     max_lora_rank: int | None = None
     """Greatest rank of an adapter."""
     lora_target_modules: Any = None
-    """Modules that adapters may change, or ``["all"]``."""
+    """Modules open to adapters, or ``["all"]``."""
     max_loras_per_batch: int | None = None
     """Number of adapters per batch."""
     max_loaded_loras: int | None = None
@@ -325,9 +325,9 @@ class ExpertShape:
     """Sizes of a mixture of experts."""
 
     num_layers: int
-    """Layers of the model, dense ones included."""
+    """Layers of the model, including dense layers."""
     num_chosen: int
-    """Experts per token that a router chooses, without shared experts."""
+    """Experts per token by a router's choice, without shared experts."""
     num_experts: int | None = None
     """Experts of a layer for the router's choice, if configured."""
 
@@ -345,12 +345,12 @@ class ServerCapabilities:
     vocab_size: int
     """Token ids lie in ``[0, vocab_size)``; others can kill a server."""
     eos_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response in the model's configuration; the server's tokenizer
-    may add its own."""
+    """End tokens of a response in the model's configuration; the server's tokenizer may
+    add its own."""
     max_context: int
-    """Most tokens that prompt and response can have together."""
+    """Most tokens of prompt and response together."""
     max_prompt: int
-    """Most tokens that a prompt can have."""
+    """Most tokens of a prompt."""
     dtype: torch.dtype | None
     """Type of the served weights, if the server reports it."""
     tp_size: int
@@ -363,13 +363,13 @@ class ServerCapabilities:
     """Weights must be sent between begin and end calls."""
     keeps_requests: bool = False
     """Whether the prefix cache can be flushed while the server holds retracted
-    requests, so that these continue exactly with new weights."""
+    requests, which then continue exactly with new weights."""
     load_route: str
     """Path for the number of running and queued requests."""
     info_route: str = "/server_info"
     """Path for the server's arguments; its scheduler takes part."""
     weight_loaders: tuple[str, ...] = ()
-    """Functions in the server's Python that a weight update can name; another name ends
+    """Functions in the server's Python for weight updates to name; another name ends
     the server."""
     has_tokenizer: bool
     """The server can decode tokens and match stop strings."""
@@ -395,7 +395,7 @@ class ServerCapabilities:
     uses_seeds: bool = False
     """A request's seed determines its tokens; other servers ignore it."""
     speculates: bool = False
-    """The server drafts tokens and verifies several in one pass."""
+    """The server drafts tokens and verifies several in a pass."""
     streams_deltas: bool = False
     """Events of a stream contain only new tokens, not the response so far."""
     draft: Literal["separate", "same"] | None = None
@@ -428,12 +428,12 @@ class ServerCapabilities:
 
     @property
     def longest_prompt(self) -> int:
-        """Most tokens of a prompt that leaves room for a response."""
+        """Most tokens of a prompt with room for a response."""
         return min(self.max_prompt, self.max_context - 1)
 
     @property
     def args(self) -> ServerArgs:
-        """Arguments of the server that this package uses."""
+        """Used arguments of the server."""
         return ServerArgs.read(self.server_args)
 
 
@@ -550,9 +550,9 @@ class EngineStats:
     completed: int
     """Finished responses."""
     retries: int
-    """Requests that were sent again."""
+    """Requests sent again."""
     restarts: int
-    """Servers that were restarted."""
+    """Restarted servers."""
     tokens_per_second: float
     """Response tokens of the last ten seconds, over ten seconds."""
     prompt_tokens: int
@@ -564,11 +564,11 @@ class EngineStats:
     cache_hit_rate: float
     """Share of the prompt tokens from the prefix cache."""
     retractions: int
-    """Number of retractions: requests that servers removed from a batch, for lack of
+    """Number of retractions: requests removed from a batch by servers, for lack of
     memory or for a weight update, and computed again."""
     request_seconds: Distribution
-    """Time from sending a request until its response was read. A response that an
-    update or a lost server interrupted has several requests."""
+    """Time from sending a request until its response was read. A response interrupted
+    by an update or a lost server has several requests."""
     queue_seconds: Distribution
     """Queueing time on the server, if reported."""
     first_token_seconds: Distribution
@@ -586,7 +586,7 @@ class SyncReport:
     """Facts about a finished weight update."""
 
     version: str
-    """Weight version that the servers report from now on."""
+    """Weight version of the servers' reports from now on."""
     transport: str
     """``"broadcast"``, ``"cuda_ipc"``, ``"delta"``, ``"disk"``, ``"lora"``;
     ``"checkpoint"`` if the servers returned to their own files, ``"none"`` if another
@@ -616,7 +616,7 @@ class SyncReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateStats:
-    """Totals of the weight updates of one sender."""
+    """Totals of a sender's weight updates."""
 
     updates: Mapping[str, int]
     """Number of successful updates, by transport."""

@@ -270,7 +270,7 @@ class AsyncSGLang(TorchRLCalls):
         Args:
             model: path or hub name of the model; ``model_name`` is accepted too. In
                 this and every other argument, a relative path refers to the current
-                folder, also for servers that are restarted from elsewhere.
+                folder, also for servers restarted from elsewhere.
             tp_size: number of GPUs for a server's model. Defaults to 1.
             dp_size: number of copies of the model in each server. Defaults to 1; weight
                 broadcasts require 1.
@@ -281,8 +281,8 @@ class AsyncSGLang(TorchRLCalls):
                 :class:`.Placement`.
             device: ``"cuda"`` or ``"cpu"``; by default ``"cuda"`` if there is a GPU.
             cuda_devices: GPUs for the servers, in the numbering of this process: a list
-                for all of them, or one for each. By default the last of the visible
-                GPUs, because a trainer takes the first.
+                for all of them, or for each. By default the last of the visible GPUs,
+                because a trainer takes the first.
             python: interpreter with sglang; see
                 :func:`~torchrl_sglang.make_sglang_server` for the default.
             start_timeout: timeout for the start of each server, in seconds.
@@ -768,8 +768,8 @@ class AsyncSGLang(TorchRLCalls):
             timeout: in seconds. Defaults to 1800.
 
         Returns:
-            The answer, unchanged, with all choices finished: a request that a weight
-            update aborts is sent again. Log-probs in it are the server's own, after
+            The answer, unchanged, with all choices finished: a request aborted by a
+            weight update is sent again. Log-probs in it are the server's own, after
             penalties, biases and grammar, unlike :meth:`generate`'s.
 
         Raises:
@@ -1064,8 +1064,8 @@ class AsyncSGLang(TorchRLCalls):
         server continues without this engine.
 
         Args:
-            servers: addresses of servers, or a number of them: first servers that do
-                not serve, then the newest.
+            servers: addresses of servers, or a number of them: first servers out of
+            service, then the newest.
             drain_timeout: timeout for running requests, in seconds; 0 aborts them at
                 once. Defaults to 60.
 

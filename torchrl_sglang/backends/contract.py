@@ -90,12 +90,12 @@ class RLSGLangEngine(abc.ABC):
         """Continues a batch of prompts and returns the responses in the same order.
 
         Args:
-            prompts: one text or several; they are tokenized here.
-            sampling_params: one mapping for all or one for each prompt, under SGLang's
-                names or TorchRL's (``max_tokens``, ``stop_sequences``, ``seed``).
-                ``max_new_tokens`` is limited by the remaining context; 0 scores the
-                prompt.
-            input_ids: token ids of one prompt or of several, instead of ``prompts``.
+            prompts: a text or several; they are tokenized here.
+            sampling_params: a common mapping or a mapping for each prompt, under
+                SGLang's names or TorchRL's (``max_tokens``, ``stop_sequences``,
+                ``seed``). ``max_new_tokens`` is limited by the remaining context; 0
+                scores the prompt.
+            input_ids: token ids of a prompt or of several, instead of ``prompts``.
             return_logprobs: return the log-prob of each response token. Like the next
                 two, for all prompts or for each.
             return_prompt_logprobs: return the model's log-prob of each prompt token.
@@ -104,7 +104,7 @@ class RLSGLangEngine(abc.ABC):
             request_ids: a name for each prompt, for :meth:`.AsyncSGLang.abort`. Several
                 prompts can share a name.
             session_ids: requests of a session go to the same server, with their cached
-                prefix; one for all or one for each.
+            prefix; a common id or an id for each.
             timeout: timeout of the batch, in seconds. Defaults to 1800.
             request_timeout: timeout of each request from its dispatch, in seconds. A
             timed-out request is an error of its item.
@@ -113,12 +113,11 @@ class RLSGLangEngine(abc.ABC):
                 requests and carries the finished responses as ``completions``.
             return_partial: return the tokens of an aborted request, with
                 ``finish_reason`` ``"abort"``, instead of its error.
-            adapter: name of the LoRA adapter, for all or one for each; ``""`` for the
+            adapter: name of the LoRA adapter, in common or for each; ``""`` for the
                 base model. Defaults to :attr:`default_adapter`.
-            priority: a server starts waiting requests by descending priority; one for
-                all or one for each. It needs servers with
-                ``enable_priority_scheduling=True``. SGLang interrupts running requests
-                for much greater priorities, unless
+            priority: a server starts waiting requests by descending priority; in common
+                or for each. It needs servers with ``enable_priority_scheduling=True``.
+                SGLang interrupts running requests for much greater priorities, unless
                 ``disable_priority_preemption=True``.
             logprobs_mode: kind of the log-probs of response tokens and top-k tokens.
                 ``"model"``: the model's own, ``log_softmax(logits)``, independent of
@@ -130,7 +129,7 @@ class RLSGLangEngine(abc.ABC):
                 the sampling distribution's, as SGLang reports
                 it: after temperature, penalties, biases and grammar, and before top-p,
                 top-k and min-p. ``"behaviour"``: the actual sampling distribution's,
-                renormalized over the tokens that top-p, top-k and min-p left. These are
+                renormalized over the tokens left by top-p, top-k and min-p. These are
                 in the column ``"sampling_support"``, empty if all were left, and the
                 temperature in ``"sampling_temperature"``. It needs SGLang 0.5.20 and a
                 finite ``top_k``; without top-p, top-k and min-p it is ``"sampling"``.
@@ -140,7 +139,7 @@ class RLSGLangEngine(abc.ABC):
             **sampling: further sampling parameters, for all prompts.
 
         Returns:
-            One completion for each prompt.
+            A completion for each prompt.
 
         Raises:
             ConfigurationError: if a prompt or a parameter is wrong. Nothing was sent.
@@ -216,8 +215,8 @@ class RLSGLangEngine(abc.ABC):
     def default_adapter(self) -> str | None:
         """Name of the LoRA adapter of requests by default; ``None``: no adapter.
 
-        Weight updates that send an adapter set it, here and in every copy of the engine
-        and other engine of these servers.
+        Weight updates with an adapter set it, here and in every copy of the engine and
+        other engine of these servers.
 
         Raises:
             ConfigurationError: when it is set to an unloaded adapter.
@@ -248,15 +247,15 @@ class RLSGLangEngine(abc.ABC):
 
         Args:
             name: name of the adapter in requests.
-            path: folder in PEFT's format. A folder that is not on this machine, or a
-                hub name, is read by the servers.
+            path: folder in PEFT's format. A folder on another machine, or a hub name,
+            is read by the servers.
             tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
                 them, on any device.
             config: content of PEFT's ``adapter_config.json``, with ``tensors``.
             pinned: keep it in the batch memory; the servers leave a place or more for
             others.
             version: weight version of its completions.
-            default: use it for requests that select none, of every engine object of
+            default: use it for requests without ``adapter``, of every engine object of
                 these servers, until whole weights replace it.
             timeout: in seconds. Defaults to 120.
 
@@ -394,7 +393,7 @@ class RLSGLangEngine(abc.ABC):
 
         Returns:
             A context manager, which yields an engine of only these servers, or ``None``
-            if there are none, or none that serves.
+            if there are none, or none serves.
 
         Raises:
             WeightSyncStateError: if an update is in progress.
@@ -411,7 +410,7 @@ class RLSGLangEngine(abc.ABC):
 
         Args:
             timeout: in seconds; requests still in flight are then left alone.
-            keep: leave requests alone that would continue exactly; False: abort them,
+            keep: leave requests with an exact continuation alone; False: abort them,
                 too, so that nothing of this engine runs before it sends requests again.
         """
 
@@ -460,8 +459,8 @@ class RLSGLangEngine(abc.ABC):
         Released weights are lost, unless the servers were started with
         ``enable_weights_cpu_backup=True``: the engine refuses to generate from
         :meth:`wake_up` to the next weight update. Use a single engine object for sleep
-        and wake-up; other objects, and earlier copies, do not notice it. A server that
-        ends during sleep is restarted after :meth:`wake_up`.
+        and wake-up; other objects, and earlier copies, do not notice it. A server ended
+        during sleep is restarted after :meth:`wake_up`.
 
         Args:
             tags: ``"weights"``, ``"kv_cache"`` and ``"cuda_graph"`` (effective with

@@ -1,4 +1,4 @@
-"""Runs agents: programs that talk to a gateway, each in its own session."""
+"""Runs agents: programs in dialogue with a gateway, each in its own session."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ it sets rewards itself. A plain function runs in a thread."""
 
 
 class Sessions(Protocol):
-    """Members of a gateway that agents need."""
+    """Members of a gateway for agents."""
 
     engine: RLSGLangEngine
     """Generates."""
     token_columns: tuple[TokenColumn, ...]
-    """Further quantities of each token that are recorded."""
+    """Further recorded quantities of each token."""
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a new session."""

@@ -34,7 +34,7 @@ _CALLS_PATH, _REASONING_PATH = "/parse_function_call", "/separate_reasoning"
 """Routes of the servers' parsers."""
 
 _NOT_NOW = frozenset({None, 408, 429, 502, 503, 504})
-"""Statuses of a response that are inconclusive about a parser; None: no response."""
+"""Statuses of a response, inconclusive about a parser; None: no response."""
 
 ATTEMPTS = 2
 """Attempts to query a parser: connections break."""
@@ -54,7 +54,7 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyReply:
-    """One response."""
+    """A response."""
 
     completion: Completion
     """Tokens of the response."""
@@ -67,12 +67,12 @@ class PolicyReply:
 
 
 class PromptTooLongError(ConfigurationError):
-    """A conversation that leaves no room for a response."""
+    """A conversation without room for a response."""
 
     tokens: int
     """Tokens of the conversation."""
     longest: int
-    """Most tokens that it may have."""
+    """Its most tokens."""
 
 
 class Policy:
@@ -111,7 +111,7 @@ class Policy:
         self._timeout = timeout
 
     async def check_parsers(self) -> None:
-        """Checks that the servers have the parsers, if they respond.
+        """Checks the servers' parsers, if they respond.
 
         Raises:
             ConfigurationError: if a parser is missing.
@@ -277,7 +277,7 @@ class Policy:
     ) -> dict[str, Any]:
         """Returns content, reasoning and tool calls, from SGLang's parsers.
 
-        Text that they cannot parse is content.
+        Unparsable text is content.
         """
         message: dict[str, Any] = {"content": text}
         if self._reasoning_parser is not None and text:

@@ -121,7 +121,7 @@ class _EqualRequests:
 
         ``None`` for the first attempt of a request, or if the request has no answer. An
         attempt repeats an earlier attempt: an undelivered attempt, else a failed
-        attempt, else the only attempt. A client that continues an answer has it.
+        attempt, else the only attempt. After a continuation, the client has the answer.
         """
         earlier = [answer for answer in self.answers if answer.attempt < attempt]
         for answer in earlier:
@@ -166,7 +166,7 @@ class Answers:
     the ``Idempotency-Key`` of an earlier request is. An equal request without these
     headers is for another response.
 
-    A client that repeats a request has not seen the answer, whatever its connection has
+    After a repetition, the client has not seen the answer, whatever its connection has
     received: only the latest attempt counts.
 
     Args:

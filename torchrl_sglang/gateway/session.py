@@ -1,4 +1,4 @@
-"""Sessions: the prompts and responses of one agent, as a tree of turns."""
+"""Sessions: the prompts and responses of an agent, as a tree of turns."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from torchrl_sglang.gateway.turns import Prompt, Turn, go_on
 from torchrl_sglang.support.checks import as_reward
 
 EDITED_TURNS = 4
-"""Latest turns with a prompt that are compared with an edited response."""
+"""Latest turns with a prompt to compare with an edited response."""
 
 COMPARED_TURNS = 8
-"""Latest turns that are compared with a conversation, for the reason of a branch."""
+"""Latest turns to compare with a conversation, for the reason of a branch."""
 
 GROWING_TURNS = 8
-"""Latest turns that are searched first for a conversation, with a fast path."""
+"""Latest turns to search first for a conversation, with a fast path."""
 
 NEW_CHARACTERS = 2_000
 """Most characters of new messages for the fast path."""
@@ -62,7 +62,7 @@ class RewardTarget(NamedTuple):
 
 
 class Session:
-    """The turns of one agent.
+    """The turns of an agent.
 
     Args:
         name: name of the session.
@@ -75,7 +75,7 @@ class Session:
         branch_rewards (dict): rewards of branches, by the number of their first turn.
         discount (float): discount of a reward, for each turn before it.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
-        turns (list[Turn]): turns that clients have seen, in the order of their numbers.
+        turns (list[Turn]): turns seen by clients, in the order of their numbers.
         expires (float | None): expiry of its key, in seconds since the epoch; ``None``:
             never.
         generating (int): number of turns in generation.
@@ -97,7 +97,7 @@ class Session:
         self.began(time.time())
         self.expires: float | None = None
         self.turns: list[Turn] = []
-        # Turns in the process of keeping, and the turns that they continue.
+        # Turns in the process of keeping, and their continued turns.
         self.pinned: list[Turn] = []
         self.generating = 0
         self.priority: int | None = None
@@ -151,9 +151,9 @@ class Session:
     ) -> Prompt:
         """Returns the prompt of a conversation.
 
-        It begins with the tokens of the latest turn that the conversation continues;
-        without such a turn, or if the template renders that turn differently now, the
-        whole conversation is tokenized. An edited response is continued if the template
+        It begins with the tokens of the latest turn continued by the conversation;
+        without such a turn, or if the template renders it differently now, the whole
+        conversation is tokenized. An edited response is continued if the template
         renders it as the response's own tokens, and more tokens after them.
 
         Raises:
@@ -180,7 +180,7 @@ class Session:
         setting: PromptSettings,
         template: ChatTemplate,
     ) -> Prompt | None:
-        """Returns the result of :meth:`prompt` if that is fast.
+        """Returns the result of :meth:`prompt` if it is fast.
 
         ``None`` if the conversation is long, continues none of the latest turns, or has
         much new content.
@@ -280,7 +280,7 @@ class Session:
                         yield turn, count, response
 
     def _ended(self, key: bytes, said: Sequence[Message]) -> list[Turn]:
-        """Returns the turns that end a conversation with a key, the likeliest first.
+        """Returns the last turns of a conversation with a key, the likeliest first.
 
         The order is by fewest client edits, then by the client's reference, then by
         recency.
@@ -312,7 +312,7 @@ class Session:
         return None
 
     def _key(self, turn: Turn) -> bytes:
-        """Returns the key of the conversation that a turn ends."""
+        """Returns the key of the conversation ended by a turn."""
         # Another thread may have removed it.
         return self._keys.get(turn.number, (b"", b""))[1]
 
@@ -393,7 +393,7 @@ class Session:
         )
 
     def answered(self, name: str) -> Turn | None:
-        """Returns the turn of a named answer, if there is one."""
+        """Returns the turn of a named answer, if any."""
         return self._answers.get(name)
 
     def unname(self, turn: Turn) -> None:
@@ -410,7 +410,7 @@ class Session:
         return list(answers.values())
 
     def is_continued(self, turns: Sequence[Turn]) -> bool:
-        """Returns whether another turn continues one of these."""
+        """Returns whether another turn continues any of these."""
         return any(turn.prompt.origin in turns for turn in self.turns)
 
     def __contains__(self, turn: Turn) -> bool:
@@ -442,7 +442,7 @@ class Session:
         return True
 
     def _find_keys(self, turn: Turn) -> tuple[bytes, bytes]:
-        """Returns the keys of the conversations that a turn answers, and ends."""
+        """Returns the keys of the conversations answered by a turn, and ended."""
         prompt, settings = turn.prompt, _settings_key(turn.prompt.setting)
         origin, new_messages = prompt.origin, prompt.new_messages
         grown = None
@@ -529,7 +529,7 @@ class Session:
     def trajectories(self) -> list[Trajectory]:
         """Returns all paths to trained responses without trained continuations.
 
-        Each trained token is trained in the first path that has it.
+        Each trained token is trained in its first path.
         """
         # Other threads may add turns.
         return find_trajectories(

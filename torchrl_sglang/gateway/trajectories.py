@@ -19,7 +19,7 @@ class Trajectory:
     turns: Sequence[Turn]
     """Turns, each of which begins with the tokens of its predecessor."""
     trained: Sequence[bool]
-    """True for each turn of the gateway's rule that no earlier trajectory has: only
+    """True for each turn of the gateway's rule without an earlier trajectory: only
     these are trained."""
     rewards: Sequence[float]
     """Reward at each turn: its own; at the last turn, the session's and the path's
@@ -68,7 +68,7 @@ def find_trajectories(
 ) -> list[Trajectory]:
     """Returns all paths to trained responses without trained continuations.
 
-    Each trained token is trained in the first path that has it.
+    Each trained token is trained in its first path.
 
     Args:
         turns: turns of the session, in the order of their numbers.

@@ -20,8 +20,8 @@ from torchrl_sglang.types import Completion
 class Prompt:
     """The prompt of a turn.
 
-    It stores only its difference to the turn that it continues, so a session grows
-    linearly with the conversation.
+    It stores only its difference to the continued turn, so a session grows linearly
+    with the conversation.
     """
 
     setting: PromptSettings
@@ -32,12 +32,12 @@ class Prompt:
     """Tokens after the earlier turn's."""
     new_text: str | None = None
     """Text after the earlier turn's prompt, of a plain completion instead of messages;
-    it begins with that turn's response."""
+    it begins with the earlier turn's response."""
     origin: Turn | None = field(default=None, repr=False)
-    """The turn that it continues."""
+    """The continued turn."""
     said: Message | None = None
-    """The edited reply of that turn in the client's request, if the template renders it
-    as the model's own tokens with more tokens after them."""
+    """The edited reply of the continued turn in the client's request, if the template
+    renders it as the model's own tokens with more tokens after them."""
     branch: Branch | None = None
     """Reason why it continues no end of an earlier turn; ``None`` if it does."""
     new_rendered: str | None = field(default=None, repr=False, compare=False)
@@ -111,8 +111,8 @@ class Turn:
     """A response of the model, and its prompt."""
 
     number: int
-    """Number of the turn in the session. Numbers ascend; numbers of turns that were
-    never seen are missing."""
+    """Number of the turn in the session. Numbers ascend; numbers of unseen turns are
+    missing."""
     prompt: Prompt
     """Prompt read by the model."""
     completion: Completion
@@ -143,7 +143,7 @@ class Turn:
     answer_name: str = ""
     """Name of the answer, shared with other turns of the same request."""
     request_digest: str = ""
-    """Hash that equal requests share, repetitions included."""
+    """Hash of equal requests, including repetitions."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the answer about its request, as JSON."""
 
@@ -196,7 +196,8 @@ def go_on(
     template: ChatTemplate,
     said: Message | None = None,
 ) -> Prompt | None:
-    """Returns a prompt that continues a turn; ``None`` if the template forbids it.
+    """Returns a continuation of a turn as a prompt; ``None`` if the template forbids
+    it.
 
     Args:
         turn: turn to continue.
@@ -216,7 +217,7 @@ def go_on(
     if said is None:
         text = without_stop(turn.text, done.matched_stop)
     else:
-        # Its tokens include a stop string, and an end that is not a template's end.
+        # Its tokens include a stop string, and an end other than a template's.
         ends = end in template.special
         text = turn.text if ends else template.decode(done.token_ids)
         if not text.strip():

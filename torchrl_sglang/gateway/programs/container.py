@@ -204,7 +204,7 @@ def _of_client(folder: Path, command: Sequence[str]) -> ProcessTree:
 
 @contextmanager
 def _variables(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Yields a file of variables, in a folder that only the user can open."""
+    """Yields a file of variables, in a folder open only to the user."""
     for name, value in environment.items():
         if "\n" in value:
             raise ConfigurationError(

@@ -119,7 +119,7 @@ class AgentProgram:
     """Working folder, possibly with placeholders. Defaults to a new folder, which is
     removed after the reward function."""
     prepare: Callable[[Any, Path], Any] | None = None
-    """``(task, folder)``, a function or a coroutine function that fills the folder."""
+    """``(task, folder)``, a function or a coroutine function to fill the folder."""
     timeout: float = 1800.0
     """Timeout of the program, in seconds. It is ended then, and ``reward`` rates it."""
     max_output: int = 2**20
