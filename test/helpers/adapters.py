@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchrl_sglang.weight_update.sources.given import unwrap
+from torchrl_sglang.weight_update.sources.base import unwrap
 from torchrl_sglang.weight_update.sources.peft import adapter_source
 
 

@@ -1,8 +1,8 @@
 """Sends the weights of the last update to servers that have joined since.
 
-The servers that serve are not stopped. A new server reports the current version only
-when values that it holds equal those of one of them, bit for bit, where servers tell
-them, and when it scores the same prompts alike.
+The serving servers are not stopped. A new server reports the current version only when
+its values equal those of a serving one, bit for bit, where servers report values, and
+when it scores the same prompts alike.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import SyncReport
-from torchrl_sglang.weight_update.options import SchemeOptions
+from torchrl_sglang.weight_update.plan import UpdatePlan
 from torchrl_sglang.weight_update.transports.base import UNPROVEN
 from torchrl_sglang.weight_update.verify import (
     ROWS,
@@ -34,23 +34,15 @@ from torchrl_sglang.weight_update.weights import Weights
 
 
 def fill(
-    new: RLSGLangEngine,
-    serving: RLSGLangEngine,
-    weights: Weights,
-    options: SchemeOptions,
-    *,
-    version: str,
-    quantized: str | None,
+    new: RLSGLangEngine, serving: RLSGLangEngine, plan: UpdatePlan, version: str
 ) -> SyncReport:
     """Sends weights to new servers, and gives them the version of those that serve.
 
     Args:
         new: the new servers alone.
         serving: servers that have the weights.
-        weights: as they were sent to those.
-        options: of the scheme.
+        plan: of the update that these have.
         version: of these weights.
-        quantized: the servers that the weights were encoded for.
 
     Raises:
         WeightMismatchError: if a new server then holds or computes something else than
@@ -58,7 +50,7 @@ def fill(
         WeightTransferError: if sending failed. In all cases the new servers get no
             request, and wait for the next update.
     """
-    transport = options.make_transport(new, weights.device)
+    options, transport, weights = plan.options, plan.make_transport(new), plan.encode()
     try:
         report = session.update_weights(
             new,
@@ -68,7 +60,7 @@ def fill(
             pause_mode=options.pause_mode,
             flush=options.flush_cache,
             control_timeout=options.control_timeout,
-            quantized=quantized,
+            quantized=plan.quantized,
             draft=options.draft,
         )
     except BaseException:
@@ -87,12 +79,12 @@ def _compare(
     new: RLSGLangEngine, serving: RLSGLangEngine, weights: Weights, version: str
 ) -> None:
     """Compares new servers with one that serves; see :func:`fill`."""
-    waits = set(new.control.urls)
-    url = next((each for each in serving.control.urls if each not in waits), None)
+    new_urls = new.control.urls
+    url = next((u for u in serving.control.urls if u not in new_urls), None)
     if url is None:
         raise WeightTransferError(
-            f"No server is left that {', '.join(new.control.urls)} could be compared "
-            f"with. {_WAITS}"
+            f"No server is left that {', '.join(new_urls)} could be compared with. "
+            f"{_WAITS}"
         )
     _compare_values(new, serving, url, comparable(weights.specs))
     prompts = choose_prompts(new.capabilities, version)
@@ -102,32 +94,32 @@ def _compare(
     expected = to_floats(scores)
     dtypes = {spec.dtype for spec in weights.specs}
     allowed = max(allowed_difference(dtype, expected) for dtype in dtypes)
-    answers = run_sync(new.control.prompt_log_probs(prompts, cache_key=UNPROVEN))
-    for place, answer in zip(new.control.urls, answers, strict=True):
-        differs = (to_floats(answer) - expected).abs().mean()
+    log_probs = run_sync(new.control.prompt_log_probs(prompts, cache_key=UNPROVEN))
+    for new_url, scores in zip(new_urls, log_probs, strict=True):
+        difference = (to_floats(scores) - expected).abs().mean()
         # A NaN is a difference.
-        if not bool(differs <= allowed):
+        if not bool(difference <= allowed):
             raise WeightMismatchError(
-                f"{place} was sent the model's weights and does not generate as {url} "
-                f"does: log-probs differ by {differs:.3g} on average; rounding "
-                f"explains {allowed:.3g}. {_WAITS}"
+                f"{new_url} was sent the model's weights and does not generate as "
+                f"{url} does: log-probs differ by {difference:.3g} on average; "
+                f"rounding explains {allowed:.3g}. {_WAITS}"
             )
 
 
 def _compare_values(
     new: RLSGLangEngine, serving: RLSGLangEngine, url: str, names: list[str]
 ) -> None:
-    """Compares values bit by bit, where servers tell them."""
+    """Compares values bit by bit, where servers report them."""
     for name in choose_names(names):
         with suppress(RequestRefusedError):
             values = serving.control.get_weights_by_name(name, ROWS, urls=[url])
             (expected,) = run_sync(values)
-            found = run_sync(new.control.get_weights_by_name(name, ROWS))
-            for place, each in zip(new.control.urls, found, strict=True):
-                if each != expected:
+            rows = run_sync(new.control.get_weights_by_name(name, ROWS))
+            for new_url, value in zip(new.control.urls, rows, strict=True):
+                if value != expected:
                     raise WeightMismatchError(
                         f"The model has other weights than {url} serves: {name} on "
-                        f"{place}, which was sent them now, differs. Was it trained "
+                        f"{new_url}, which was sent them now, differs. Was it trained "
                         f"since the last update? {_WAITS}"
                     )
 

@@ -10,10 +10,8 @@ import torch
 import torch.distributed as dist
 
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
-from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_flag, check_seconds
-from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
 from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
@@ -21,18 +19,10 @@ from torchrl_sglang.weight_update.encodings.registry import (
     ENCODINGS,
     find_encoding,
 )
-from torchrl_sglang.weight_update.transports.base import (
-    CPU,
-    TransportOptions,
-    WeightTransport,
-)
-from torchrl_sglang.weight_update.transports.placement import find_facts
+from torchrl_sglang.weight_update.transports.base import TransportOptions
 from torchrl_sglang.weight_update.transports.registry import (
     AUTO,
-    TRANSPORTS,
     check_options,
-    check_used,
-    choose,
     make_options,
 )
 
@@ -73,15 +63,15 @@ class SchemeOptions(TransportOptions):
             )
         if self.restart_timeout != 0:
             check_seconds("restart_timeout", self.restart_timeout)
-        given = check_options(
+        options = check_options(
             self.transport,
             self.transport_options,
-            others=[each.name for each in fields(self)],
+            others=[option.name for option in fields(self)],
             **self._shared,
         )
-        self._set("transport_options", given)
-        # A directory decides what "auto" is.
-        files = self.transport == AUTO and "directory" in given
+        self._set("transport_options", options)
+        # "auto" takes "disk" with a directory.
+        files = self.transport == AUTO and "directory" in options
         if self.weight_loader == "traced" and (
             files or self.transport in ("delta", "disk", "lora")
         ):
@@ -94,12 +84,11 @@ class SchemeOptions(TransportOptions):
         self._set("control_timeout", seconds)
         self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
         self._set("verify", check_flag("verify", self.verify))
-        # A copy is made of what is kept here, so that "auto" stays what it is.
-        self._set("encoding", find_encoding(self.encoding) or AUTO_ENCODING)
+        self._set("encoding", find_encoding(self.encoding))
         if self.transport == "lora":
             self._check_adapter_alone()
-        known = (AUTO_ENCODING, *ENCODINGS.values())
-        if self.verify and self.encoding not in known:
+        encodings = (AUTO_ENCODING, *ENCODINGS.values())
+        if self.verify and self.encoding not in encodings:
             raise ConfigurationError(
                 "verify=True compares the servers with what was read, and an encoding "
                 "of your own sends something else; leave one of the two out."
@@ -108,8 +97,8 @@ class SchemeOptions(TransportOptions):
             self._set("device", _to_device(self.device))
 
     def _check_adapter_alone(self) -> None:
-        """Refuses what is for whole weights."""
-        names: dict[Any, Any] = {each: name for name, each in ENCODINGS.items()}
+        """Refuses options for whole weights."""
+        names: dict[Any, Any] = {row: name for name, row in ENCODINGS.items()}
         encoding = names.get(self.encoding, self.encoding)
         for name, value in (("encoding", encoding), ("draft", self.draft)):
             if value not in ("auto", "keep"):
@@ -120,53 +109,28 @@ class SchemeOptions(TransportOptions):
 
     @property
     def _shared(self) -> dict[str, Any]:
-        names = [each.name for each in fields(TransportOptions)]
+        names = [option.name for option in fields(TransportOptions)]
         return {name: getattr(self, name) for name in names}
 
-    def make_transport(
-        self,
-        engine: RLSGLangEngine,
-        device: torch.device,
-        *,
-        adapter: bool = False,
-        ranks: tuple[frozenset[str], ...] = (),
-    ) -> WeightTransport:
-        """Makes the transport for weights on a device, or on those of several ranks."""
-        if isinstance(self.device, torch.device):
-            device = self.device
-        elif all(server.device == "cpu" for server in engine.placements):
-            # From a GPU they have to go to the CPU in any case.
-            device = CPU
-        name, reason = self.transport, f"transport={self.transport!r} was given."
-        if name == AUTO:
-            directory = self.transport_options.get("directory")
-            path = None if directory is None else str(directory)
-            name, reason = choose(
-                find_facts(engine, device, directory=path, adapter=adapter, ranks=ranks)
-            )
-            if not adapter:
-                check_used(name, self.transport_options)
-                torchrl_logger.info(f"Weights go by {name!r}: {reason}")
-        options = make_options(name, self.transport_options, **self._shared)
-        made = TRANSPORTS[name](engine, options, device=device)
-        made.why, made.trainer_gpus = reason, ranks
-        return made
+    def options_of(self, transport: str) -> TransportOptions:
+        """Returns the options of one transport."""
+        return make_options(transport, self.transport_options, **self._shared)
 
 
 def _to_device(device: torch.device | str | int) -> torch.device:
     try:
         place = ("cuda", device) if isinstance(device, int) else (device,)
-        found = torch.device(*place)
+        parsed = torch.device(*place)
     except (RuntimeError, TypeError):
-        found = None
-    if found is None or isinstance(device, bool) or found.type not in ("cpu", "cuda"):
+        parsed = None
+    if parsed is None or isinstance(device, bool) or parsed.type not in ("cpu", "cuda"):
         raise ConfigurationError(
             f"device must be 'cpu', 'cuda' or the number of a GPU, got {device!r}; "
             f"leave it out to send from where the weights are."
         )
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if parsed.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError(
             f"device={device!r} is a GPU, and there is none here; leave it out to send "
             f"from where the weights are."
         )
-    return found
+    return parsed

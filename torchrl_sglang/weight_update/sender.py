@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
 
-import torch
-from torch.distributed.tensor import DTensor
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_sglang.backends import session
@@ -31,48 +27,32 @@ from torchrl_sglang.support.checks import check_flag
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
-from torchrl_sglang.types import (
-    FusedParameter,
-    ModelMetadata,
-    SyncReport,
-    UpdateStats,
-)
-from torchrl_sglang.weight_update.encodings.base import (
-    WeightEncoding,
-    check_servers,
-    encode_weights,
-)
-from torchrl_sglang.weight_update.encodings.registry import (
-    encoding_for,
-    find_encoding,
-)
+from torchrl_sglang.types import ModelMetadata, SyncReport, UpdateStats
 from torchrl_sglang.weight_update.new_servers import fill
 from torchrl_sglang.weight_update.options import SchemeOptions
-from torchrl_sglang.weight_update.ranks import Peers, Plan, Ranks, find_ranks
+from torchrl_sglang.weight_update.plan import (
+    UpdatePlan,
+    make_transport,
+    plan_update,
+    resolve,
+)
+from torchrl_sglang.weight_update.ranks import Participation, Ranks
 from torchrl_sglang.weight_update.registered_collectors import RegisteredCollectors
-from torchrl_sglang.weight_update.sources.base import Source, module_tensors
-from torchrl_sglang.weight_update.sources.fingerprints import (
-    Fingerprint,
-    are_equal,
-    take_fingerprints,
-)
-from torchrl_sglang.weight_update.sources.given import Given, unwrap
-from torchrl_sglang.weight_update.sources.peft import adapter_source, plain_lora
-from torchrl_sglang.weight_update.sources.resolve import (
+from torchrl_sglang.weight_update.sources.base import (
     ExporterCache,
-    find_source,
-    open_weights,
-    refuse_fsdp1,
+    Source,
+    UserWeights,
+    unwrap,
 )
-from torchrl_sglang.weight_update.sources.served import plan_names
+from torchrl_sglang.weight_update.sources.fingerprints import Fingerprint, are_equal
+from torchrl_sglang.weight_update.sources.peft import adapter_fits
+from torchrl_sglang.weight_update.sources.served import ServedTensors, plan_names
 from torchrl_sglang.weight_update.totals import UpdateTotals
 from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
 from torchrl_sglang.weight_update.transports.disk import (
     CheckpointTransport,
     checkpoint_path,
 )
-from torchrl_sglang.weight_update.transports.placement import names_of
-from torchrl_sglang.weight_update.transports.registry import AUTO, TRANSPORTS
 from torchrl_sglang.weight_update.verify import watch
 from torchrl_sglang.weight_update.weights import Weights, specs_of
 
@@ -177,26 +157,28 @@ class SGLangWeightSender:
         """
         if vllm_engine is not None:
             self._scheme.use_engine(vllm_engine)
-        source = ranks = None
+        source = None
         if self._model is not None:
-            given = unwrap(self._model)
-            if self._is_idle_copy(given):
+            weights = unwrap(self._model)
+            if self._is_idle_copy(weights):
                 return
-            source = self._find_source(given)
-            ranks = find_ranks(source, self._options.process_group)
+            source = self._resolve(weights)
+            idle = source.ranks is not None and not source.ranks.sends
             # An adapter travels in the requests themselves.
-            if (ranks is not None and not ranks.sends) or source.adapter is not None:
+            if idle or source.adapter is not None:
                 return
         if model_metadata is not None:
-            plan_names(specs_of(model_metadata), *self._served)
+            plan_names(specs_of(model_metadata), self._served)
         device = CPU
         if self._options.device is None:
-            source = source or self._find_source(unwrap(self.resolve()))
-            device = open_weights(source, *self._served).device
-            if ranks is not None and device.type == "cuda":
+            source = source or self._resolve(unwrap(self.resolve()))
+            device = self._plan(source).weights.device
+            if source.ranks is not None and device.type == "cuda":
                 # The GPUs of the other ranks are known at the first update.
                 return
-        self._get_transport(device).connect()
+        if self._transport is None:
+            self._transport = make_transport(self._options, self._engine, device)
+        self._transport.connect()
 
     def update_weights(
         self, weights: Any = None, *, verify: bool | None = None
@@ -264,8 +246,8 @@ class SGLangWeightSender:
     def _update(
         self, weights: Any, *, verify: bool | None = None, counts_itself: Any = None
     ) -> SyncReport:
-        given = unwrap(self.resolve(weights))
-        if self._is_idle_copy(given):
+        user_weights = unwrap(self.resolve(weights))
+        if self._is_idle_copy(user_weights):
             self._collectors.check_idle()
             report = SyncReport(
                 version="",
@@ -281,7 +263,7 @@ class SGLangWeightSender:
         verify = check_flag("verify", verify)
         with self._totals.counting_failures(), span("weight_update") as traced:
             with self._collectors.announced():
-                report = self._send_until(given, verify)
+                report = self._send_until(self._resolve(user_weights), verify)
             traced.set(
                 version=report.version,
                 transport=report.transport,
@@ -289,17 +271,8 @@ class SGLangWeightSender:
                 **{f"{name}_seconds": s for name, s in report.phase_seconds.items()},
             )
         # From here on nothing may fail: the servers have these weights.
-        self._sent_registered = given.weights is self._model
+        self._sent_registered = user_weights.value is self._model
         return self._count(report, counts_itself)
-
-    def _is_unchanged(self) -> bool:
-        """Reads the registered model; returns whether the last update has sent it."""
-        source = self._find_source(unwrap(self._model))
-        now: dict[str, Fingerprint] = {}
-        served = ({},) if source.adapter is not None else self._served
-        weights = open_weights(take_fingerprints(source, now), *served)
-        deque(weights.read(), maxlen=0)
-        return are_equal(self._sent, now)
 
     def is_spread(self, weights: Any = None) -> bool:
         """Whether ranks hold weights together, so that all of them have to send them.
@@ -307,8 +280,7 @@ class SGLangWeightSender:
         Args:
             weights: as for :meth:`update_weights`.
         """
-        source = self._find_source(unwrap(self.resolve(weights)))
-        return find_ranks(source, self._options.process_group) is not None
+        return self._resolve(unwrap(self.resolve(weights))).ranks is not None
 
     def refresh(self) -> SyncReport | None:
         """Sends the registered model again if no server has its weights any more.
@@ -322,19 +294,18 @@ class SGLangWeightSender:
             SyncReport | None: ``None`` if nothing was to be sent, or the weights of the
             last update were not the registered model's, or are spread over ranks.
         """
-        engine, model = self._engine, self._model
-        if not (self._sent_registered and engine.awaits_weights):
+        if not (self._sent_registered and self._engine.awaits_weights):
             return None
-        if self.is_spread(model):
+        source = self._resolve(unwrap(self._model))
+        if source.ranks is not None:
             return None
         torchrl_logger.warning(
             "All servers were started again, so that they are sent the weights again."
         )
-        given = unwrap(model)
-        if not self._is_unchanged():
-            return self._update(model, verify=False)
+        if self._is_trained(self._plan(source)):
+            return self._update(self._model, verify=False)
         with self._totals.counting_failures():
-            report = self._send_until(given, verify=False, counts=False)
+            report = self._send_until(source, verify=False, counts=False)
         self._last_report = report
         self._totals.add(report)
         return report
@@ -366,31 +337,18 @@ class SGLangWeightSender:
             True
             >>> sender.shutdown()
         """
-        engine, report = self._engine, self._last_report
+        engine = self._engine
         engine.look_at_servers()
         with engine.new_servers() as new, self._totals.counting_failures():
             if new is None:
                 return None
-            self._check_unchanged()
-            assert report is not None
-            source = self._find_source(unwrap(self._model))
-            weights = open_weights(source, *self._served)
-            encoding = encoding_for(self._encoding, engine.capabilities.quantized)
-            check_servers(encoding, engine.capabilities)
-            filled = fill(
-                new,
-                engine,
-                encode_weights(weights, encoding),
-                self._options,
-                version=report.version,
-                quantized=encoding.quantized,
-            )
-            self._totals.add(filled)
-            return filled
+            report = fill(new, engine, *self._plan_last_update())
+            self._totals.add(report)
+            return report
 
-    def _check_unchanged(self) -> None:
-        """Raises unless the registered model has what the last update has sent."""
-        report, now = self._last_report, "They get the weights of the next update."
+    def _plan_last_update(self) -> tuple[UpdatePlan, str]:
+        """Plans to send the weights of the last update; returns their version, too."""
+        report, advice = self._last_report, "They get the weights of the next update."
         if (
             report is None
             or not self._sent_registered
@@ -399,20 +357,54 @@ class SGLangWeightSender:
         ):
             raise WeightSyncStateError(
                 f"New servers wait for weights, and the current ones are not those of "
-                f"this sender's registered model. {now}"
+                f"this sender's registered model. {advice}"
             )
-        if self.is_spread(self._model):
+        source = self._resolve(unwrap(self._model))
+        if source.ranks is not None:
             raise WeightSyncStateError(
-                f"New servers wait for weights, which ranks hold together. {now}"
+                f"New servers wait for weights, which ranks hold together. {advice}"
             )
-        if not self._is_unchanged():
+        plan = self._plan(source)
+        if self._is_trained(plan):
             raise WeightSyncStateError(
                 f"New servers wait for weights, and the registered model was trained "
-                f"since the last update. {now}"
+                f"since the last update. {advice}"
             )
+        return plan, report.version
+
+    def _is_trained(self, plan: UpdatePlan) -> bool:
+        """Reads the registered model; returns whether the last update sent another."""
+        deque(plan.weights.read(), maxlen=0)
+        return not are_equal(self._sent, plan.fingerprints)
+
+    def _resolve(self, weights: UserWeights) -> Source:
+        """Resolves weights: whole ones, or a LoRA adapter alone."""
+        return resolve(weights, self._options, self._exporters, self._takes_adapter)
+
+    def _takes_adapter(self, adapter: Source) -> bool:
+        engine = self._engine
+        if not engine.capabilities.has_lora:
+            return False
+        engine.look_at_servers()
+        problem = engine.base_problem
+        return problem is None and adapter_fits(adapter, engine.capabilities.args)
+
+    @cached_property
+    def _served(self) -> ServedTensors:
+        engine = self._engine
+        return ServedTensors(
+            metadata=engine.get_model_metadata(),
+            fused=engine.get_fused_parameters(),
+            quantized=engine.capabilities.quantized,
+        )
+
+    def _plan(self, source: Source) -> UpdatePlan:
+        served = None if source.adapter is not None else self._served
+        registered = source.origin.value is self._model
+        return plan_update(source, served, self._options, fingerprinted=registered)
 
     def _send_until(
-        self, given: Given, verify: bool, *, counts: bool = True
+        self, source: Source, verify: bool, *, counts: bool = True
     ) -> SyncReport:
         """Sends weights; again, if a server ends meanwhile that is started again.
 
@@ -422,16 +414,18 @@ class SGLangWeightSender:
         lost: WeightTransferError | None = None
         while True:
             try:
-                return self._attempt(given, verify, deadline, lost, counts=counts)
+                return self._attempt(source, verify, deadline, lost, counts=counts)
             except WeightTransferError as error:
-                # What is read once cannot be sent a second time.
-                if not error.server_lost or isinstance(given.weights, Iterator):
+                # An iterator cannot be sent a second time.
+                weights = source.origin
+                if not error.server_lost or isinstance(weights.value, Iterator):
                     raise
                 lost = error
+            source = self._resolve(weights)
 
     def _attempt(
         self,
-        given: Given,
+        source: Source,
         verify: bool,
         deadline: float,
         lost: WeightTransferError | None,
@@ -439,14 +433,14 @@ class SGLangWeightSender:
         counts: bool,
     ) -> SyncReport:
         """Sends weights once; ``lost``: why the attempt before has failed."""
-        source = self._find_source(given)
-        # What a server may still read of another rank's stays until the next update.
-        self._ranks = ranks = find_ranks(source, self._options.process_group)
+        # Memory of another rank that a server may still read stays until the next
+        # update.
+        self._ranks = source.ranks
 
         def send(source: Source) -> SyncReport:
             self._wait_for_servers(deadline, lost)
             try:
-                return self._send(source, given, verify, counts=counts)
+                return self._send(source, verify, counts=counts)
             except WeightTransferError as error:
                 # All ranks decide by this: they do not see the servers, and their
                 # deadlines are not the same to the millisecond.
@@ -459,26 +453,23 @@ class SGLangWeightSender:
                 raise
 
         try:
-            if ranks is None:
+            if source.ranks is None:
                 return send(source)
-            return ranks.update(
-                source, send, facts=_place_of(source), follow=self._take_part
-            )
+            report: SyncReport = source.ranks.update(source, send, self._take_part)
+            return report
         except BaseException:
             self._exporters.forget()
             raise
 
-    def _take_part(self, ranks: Ranks, source: Source, told: Plan) -> None:
-        """Does on another rank what the first one's transport needs."""
-        problem, weights = None, None
+    def _take_part(self, source: Source, message: Participation) -> None:
+        """Sends, on another rank, its part of the first one's transfer."""
+        ranks, problem, weights = source.ranks, None, None
         try:
-            weights = open_weights(source, told.served, told.fused)
-            encoding = encoding_for(self._encoding, told.quantized)
-            weights = encode_weights(weights, encoding)
+            weights = plan_update(source, message.served, self._options).encode()
         except Exception as error:  # noqa: BLE001 - The first rank raises it.
             problem = f"Rank {ranks.position} of the trainer: {error}"
         if ranks.agree(problem) is None and weights is not None:
-            told.plan.take_part(weights, ranks)
+            message.plan.take_part(weights, ranks)
         else:
             ranks.outcome = ranks.share(None)
 
@@ -486,9 +477,9 @@ class SGLangWeightSender:
         """Returns whether this engine starts a server again that it has just lost."""
         # A connection breaks a moment before the process has ended.
         soon = time.monotonic() + END_SECONDS * self._scheme.owns_servers
-        while not (found := self._engine.restarting) and time.monotonic() < soon:
+        while not (down := self._engine.restarting) and time.monotonic() < soon:
             time.sleep(0.05)
-        return bool(found)
+        return bool(down)
 
     def _wait_for_servers(
         self, deadline: float, lost: WeightTransferError | None
@@ -516,61 +507,22 @@ class SGLangWeightSender:
                 untouched=lost is None or lost.untouched,
             ) from error
 
-    def _is_idle_copy(self, given: Given) -> bool:
+    def _is_idle_copy(self, weights: UserWeights) -> bool:
         """Returns whether another rank of DistributedDataParallel sends."""
-        return given.is_copy and not self._scheme.owns_servers
+        return weights.is_copy and not self._scheme.owns_servers
 
-    def _find_source(self, given: Given) -> Source:
-        """Resolves weights: whole ones, or a LoRA adapter alone."""
-        if self._options.transport == AUTO:
-            adapter = self._trains_adapter(given)
-        else:
-            adapter = TRANSPORTS[self._options.transport].adapter_only
-        if adapter:
-            return adapter_source(given)
-        return find_source(given.weights, self._exporters)
-
-    def _trains_adapter(self, given: Given) -> bool:
-        """Returns whether a model trains only an adapter that the servers take."""
-        adapter = plain_lora(given)
-        if adapter is None or self._options.process_group is not None:
-            return False
-        refuse_fsdp1(given.weights)
-        # Ranks that hold a model together must come to the same answer, and only one
-        # sees the servers.
-        tensors = module_tensors(given.peft_model).values()
-        sharded = any(isinstance(value, DTensor) for value in tensors)
-        if sharded or not self._engine.capabilities.has_lora:
-            return False
+    def _send(self, source: Source, verify: bool, *, counts: bool) -> SyncReport:
         engine = self._engine
-        engine.look_at_servers()
-        return engine.base_problem is None and adapter.fits(engine.capabilities.args)
-
-    def _send(
-        self, source: Source, given: Given, verify: bool, *, counts: bool
-    ) -> SyncReport:
-        engine, adapter = self._engine, source.adapter is not None
-        self._sent = {}
-        if given.weights is self._model and source.peers is None:
-            source = take_fingerprints(source, self._sent)
-        if adapter:
-            weights = open_weights(source, {})
-        else:
+        if source.adapter is None:
             engine.look_at_servers()
-            weights = open_weights(source, *self._served)
+        plan = self._plan(source)
+        self._sent = plan.fingerprints
         # From here on no other update can take the version.
         with engine.weight_update() as update:
             version = self._next_version()
-            check = None
-            encoding = encoding_for(self._encoding, engine.capabilities.quantized)
-            if not adapter:
-                check_servers(encoding, engine.capabilities)
-                weights = encode_weights(weights, encoding)
-                if weights.peers is not None:
-                    peers = replace(weights.peers, quantized=encoding.quantized)
-                    weights = replace(weights, peers=peers)
+            weights, check = plan.encode(), None
             if verify:
-                weights, check = watch(engine, weights, given, version=version)
+                weights, check = watch(engine, weights, source.origin, version=version)
             announce = (
                 self._collectors.announce if counts else self._collectors.announce_again
             )
@@ -586,7 +538,7 @@ class SGLangWeightSender:
 
             return session.update_weights(
                 engine,
-                self._get_transport(weights.device, source.peers, adapter=adapter),
+                self._transport_of(plan),
                 weights,
                 version=version,
                 pause_mode=self._options.pause_mode,
@@ -594,30 +546,17 @@ class SGLangWeightSender:
                 verify=check,
                 control_timeout=self._options.control_timeout,
                 held=update,
-                quantized=encoding.quantized,
+                quantized=plan.quantized,
                 draft=self._options.draft,
                 choose_again=choose_again,
             )
 
-    @property
-    def _encoding(self) -> WeightEncoding | None:
-        """What is sent of each tensor; ``None``: what the servers are for."""
-        return find_encoding(self._options.encoding)
-
-    def _get_transport(
-        self, device: torch.device, peers: Peers | None = None, *, adapter: bool = False
-    ) -> WeightTransport:
-        if adapter:
-            return self._options.make_transport(self._engine, device, adapter=True)
+    def _transport_of(self, plan: UpdatePlan) -> WeightTransport:
+        """Returns the transport of a plan; whole weights keep their connection."""
+        if plan.source.adapter is not None:
+            return plan.make_transport(self._engine)
         if self._transport is None:
-            here = platform.node()
-            gpus = tuple(
-                names if node == here else frozenset[str]()
-                for node, names in (peers.facts if peers is not None else ())
-            )
-            self._transport = self._options.make_transport(
-                self._engine, device, ranks=gpus if any(gpus) else ()
-            )
+            self._transport = plan.make_transport(self._engine)
         return self._transport
 
     def recover(self) -> SyncReport:
@@ -692,18 +631,13 @@ class SGLangWeightSender:
 
     def resolve(self, weights: Any = None) -> Any:
         """Returns the weights to send: those given, or the registered model."""
-        given = self._model if weights is None else weights
-        if given is None:
+        value = self._model if weights is None else weights
+        if value is None:
             raise WeightSyncStateError(
                 "There are no weights to send: give the model that is trained, "
                 "SGLangWeightSyncScheme(engine, model), or give weights."
             )
-        return given
-
-    @cached_property
-    def _served(self) -> tuple[ModelMetadata, dict[str, FusedParameter]]:
-        engine = self._engine
-        return engine.get_model_metadata(), engine.get_fused_parameters()
+        return value
 
     def _next_version(self) -> str:
         # Versions only grow, whoever updates and however often the trainer or a server
@@ -762,28 +696,18 @@ class SGLangWeightSender:
             self._transport = None
 
 
-def _place_of(source: Source) -> tuple[str, frozenset[str]]:
-    """Returns the machine of this rank, and the names of its GPU."""
-    for spec in source.specs.values():
-        if spec.device.type == "cuda":
-            return platform.node(), names_of(spec.device)
-        if spec.mesh is not None and spec.mesh.device_type == "cuda":
-            return platform.node(), names_of(torch.device("cuda"))
-    return platform.node(), frozenset()
-
-
 def _may_be_lost(error: BaseException | None) -> bool:
     """Returns whether an error can come of a server that is gone: none has answered.
 
     A collective with it breaks with an error of its own.
     """
     answers = (RequestRefusedError, ServerTimeoutError)
-    return not any(isinstance(each, answers) for each in _causes(error))
+    return not any(isinstance(cause, answers) for cause in _causes(error))
 
 
 def _server_was_lost(error: BaseException | None) -> bool:
     """Returns whether an error comes of a server that is gone."""
-    return any(isinstance(each, ServerUnavailableError) for each in _causes(error))
+    return any(isinstance(cause, ServerUnavailableError) for cause in _causes(error))
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

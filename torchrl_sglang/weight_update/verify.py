@@ -32,7 +32,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import BLOCK_FP8, ServerCapabilities
 from torchrl_sglang.weight_update.encodings.block_fp8 import FP8
-from torchrl_sglang.weight_update.sources.given import Given
+from torchrl_sglang.weight_update.sources.base import UserWeights
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 ROWS = 2
@@ -63,24 +63,24 @@ _KINDS = ("embed_tokens", "q_proj", "gate_proj", "layernorm", ".norm", "lm_head"
 
 
 def watch(
-    engine: RLSGLangEngine, weights: Weights, given: Given, *, version: str
+    engine: RLSGLangEngine, weights: Weights, origin: UserWeights, *, version: str
 ) -> tuple[Weights, Callable[[], None]]:
     """Returns the weights to send instead, and the comparison to call afterwards.
 
-    ``given`` is the caller's model, asked for log-probs if it can be called. Raises
+    The model of ``origin`` scores prompts, if it can be called. Raises
     :class:`UnsupportedByServerError` if nothing can be compared.
     """
     adapter = weights.adapter is not None
     names = [] if adapter else _find_readable(engine, weights)
     # Servers cannot generate before their cache is awake.
-    model = None if engine.asleep else whole_model(given)
+    model = None if engine.asleep else whole_model(origin)
     if not names and model is None:
         raise UnsupportedByServerError(
             f"verify=True has nothing to compare: the servers of "
             f"{engine.capabilities.model_path!r} do not tell the values of these "
             f"weights, and log-probs need awake servers and a model that is whole on "
             f"this rank and can be called with input_ids, got "
-            f"{type(given.weights).__name__}. "
+            f"{type(origin.value).__name__}. "
             f"Register such a model, or leave verify=True out. The known limits in the "
             f"documentation say how to verify one that is spread over ranks (FSDP2)."
         )
@@ -272,12 +272,12 @@ def allowed_difference(dtype: torch.dtype, expected: torch.Tensor) -> float:
     return max(HALF_TOLERANCE[dtype] * float(expected.std()), FLOAT32_TOLERANCE)
 
 
-def whole_model(given: Given) -> nn.Module | None:
-    """Returns the given model if it can score prompts; None if a part is elsewhere."""
+def whole_model(weights: UserWeights) -> nn.Module | None:
+    """Returns the model if it can score prompts; None if a part is elsewhere."""
     # Calling a wrapper could take every rank; PEFT's own forward may take anything, and
     # the base model has the adapter's layers.
-    model: Any = given.innermost
-    if given.peft_model is not None:
+    model: Any = weights.innermost
+    if weights.peft_model is not None:
         model = model.get_base_model()
     if model is None:
         return None

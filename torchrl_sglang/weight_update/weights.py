@@ -73,8 +73,8 @@ class Weights:
     not stable must be released before the next bucket is read."""
     adapter: Mapping[str, Any] | None = None
     """PEFT's configuration where the tensors are a LoRA adapter, not whole weights."""
-    peers: Any = None
-    """The ranks that hold the weights together (:class:`.Peers`); None for one."""
+    ranks: Any = None
+    """The ranks that hold the weights together (:class:`.Ranks`); ``None`` for one."""
 
     @property
     def num_bytes(self) -> int:
@@ -148,13 +148,13 @@ def _lay_out(group: list[TensorSpec], small: bool) -> Bucket:
 def read_all(weights: Weights) -> NamedTensors:
     """Reads weights that stay as they are; they may still have to be cast."""
     shapes = {spec.name: spec.shape for spec in weights.specs}
-    found: NamedTensors = {}
+    tensors: NamedTensors = {}
     for name, value in weights.read():
         _check_shape(name, value, shapes)
-        found[name] = value
-    if found.keys() != shapes.keys():
-        raise _ended_early([name for name in shapes if name not in found])
-    return found
+        tensors[name] = value
+    if tensors.keys() != shapes.keys():
+        raise _ended_early([name for name in shapes if name not in tensors])
+    return tensors
 
 
 def read_buckets(

@@ -9,12 +9,12 @@ import torch
 from helpers.adapters import adapter_from_model
 from helpers.gpu import NEEDS_GPU, TOLERANCE
 from helpers.log_probs import response_difference
+from helpers.weights import open_weights
 
-from torchrl_sglang.weight_update.sources.given import unwrap
+from torchrl_sglang.weight_update.sources.base import unwrap
 from torchrl_sglang.weight_update.sources.peft import (
     adapter_source,
 )
-from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 
 pytestmark = NEEDS_GPU

@@ -36,6 +36,7 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from helpers.log_probs import difference as log_prob_difference
+from helpers.weights import open_weights
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -56,7 +57,7 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.event_loop import run_sync, submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.weight_update.ranks import Ranks
-from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
+from torchrl_sglang.weight_update.sources.resolve import find_source
 from torchrl_sglang.weight_update.transports import cuda_ipc, handle_ranks
 from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
 

@@ -96,10 +96,10 @@ def test_what_is_encoded(name, shape, encoded):
 
 
 def test_the_servers_decide():
-    assert find_encoding("auto") is None
-    assert encoding_for(None, None).name == "identity"
-    assert encoding_for(None, "awq").name == "identity"
-    assert encoding_for(None, BLOCK_FP8).name == "fp8"
+    assert find_encoding("auto") == "auto"
+    assert encoding_for("auto", None).name == "identity"
+    assert encoding_for("auto", "awq").name == "identity"
+    assert encoding_for("auto", BLOCK_FP8).name == "fp8"
     assert encoding_for(find_encoding("identity"), BLOCK_FP8).name == "identity"
 
 

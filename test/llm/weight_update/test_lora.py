@@ -11,6 +11,7 @@ import torch
 from helpers.adapters import adapter_from_model
 from helpers.fake_server import FakeServer
 from helpers.log_probs import response_difference
+from helpers.weights import open_weights
 from tensordict import TensorDict, lazy_stack
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
@@ -33,16 +34,13 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import ServerArgs
-from torchrl_sglang.weight_update.sources.given import unwrap
+from torchrl_sglang.weight_update.sources.base import unwrap
 from torchrl_sglang.weight_update.sources.peft import (
+    adapter_fits,
     adapter_source,
-    plain_lora,
+    trained_adapter,
 )
-from torchrl_sglang.weight_update.sources.resolve import (
-    find_source,
-    get_model_metadata,
-    open_weights,
-)
+from torchrl_sglang.weight_update.sources.resolve import find_source, get_model_metadata
 from torchrl_sglang.weight_update.transports.lora import LoraOptions, LoraTransport
 from torchrl_sglang.weight_update.verify import watch
 
@@ -363,8 +361,9 @@ def test_all_that_is_trained_is_sent(lora_engine, peft_models):
 )
 def test_whether_an_adapter_is_all(peft_models, config, server_args, plain):
     model = peft_models.make(1, **config)
-    found = plain_lora(unwrap(model))
-    assert (found is not None and found.fits(ServerArgs(**server_args))) is plain
+    adapter = trained_adapter(unwrap(model))
+    fits = adapter is not None and adapter_fits(adapter, ServerArgs(**server_args))
+    assert fits is plain
 
 
 def compile_layers(model) -> None:
@@ -501,14 +500,14 @@ def test_an_adapter_that_is_sent_alone_is_the_model(peft_models, hf_model, case)
     ids = torch.arange(5, 25)[None]
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         difference = (model(ids).logits - alone(ids).logits).abs().max()
-    plain = plain_lora(unwrap(model))
+    plain = trained_adapter(unwrap(model))
     assert (plain is not None) is (refusal is None)
     if refusal is None:
         assert difference < TOLERANCE
         sent, _ = adapter_from_model(model)
         complete, _ = check_tensors(sent, {"r": 4}, get_model_metadata(hf_model))
         assert not any("_orig_mod" in name for name in complete)
-        assert plain.fits(ServerArgs(lora_target_modules=["q_proj", "v_proj"]))
+        assert adapter_fits(plain, ServerArgs(lora_target_modules=["q_proj", "v_proj"]))
     else:
         assert difference > 100 * TOLERANCE
         with pytest.raises(ConfigurationError, match=refusal) as error:
@@ -551,10 +550,10 @@ def test_two_adapters_that_are_trained(peft_models):
 
     model = peft_models.make(1)
     model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
-    assert plain_lora(unwrap(model)) is not None
+    assert trained_adapter(unwrap(model)) is not None
     for name, value in model.named_parameters():
         value.requires_grad_("lora_" in name)
-    assert plain_lora(unwrap(model)) is None
+    assert trained_adapter(unwrap(model)) is None
 
 
 def test_verification_notices_another_adapter(lora_engine, peft_models):

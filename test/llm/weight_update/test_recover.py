@@ -15,6 +15,7 @@ from helpers import log_probs
 from helpers.engines import with_capabilities
 from helpers.forked_starts import forked_process, processes_below, trainer_python
 from helpers.log_probs import TOLERANCE
+from helpers.weights import open_weights
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.backends import session
@@ -26,7 +27,6 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.transports.broadcast import (
     BroadcastOptions,
     BroadcastTransport,
@@ -99,7 +99,8 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.support.event_loop import submit
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.backends import session
-from torchrl_sglang.weight_update.sources.resolve import open_weights
+from torchrl_sglang.weight_update.sources.resolve import find_source
+from torchrl_sglang.weight_update.sources.served import ServedTensors, open_weights
 from torchrl_sglang.weight_update.transports.broadcast import (
     BroadcastOptions,
     BroadcastTransport,
@@ -108,7 +109,8 @@ from torchrl_sglang.weight_update.transports.broadcast import (
 url, place = sys.argv[1:]
 engine = AsyncSGLang.connect(url)
 model = make_tiny_model(make_tiny_tokenizer(), seed=77)
-weights = open_weights(model, engine.get_model_metadata())
+served = ServedTensors(metadata=engine.get_model_metadata())
+weights = open_weights(find_source(model), served)
 options = BroadcastOptions(bucket_bytes=20_000)
 transport = BroadcastTransport(engine, options, device=torch.device("cpu"))
 

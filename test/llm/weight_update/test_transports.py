@@ -39,6 +39,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.weight_update.plan import make_transport
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 PROMPT = "the prefix of this prompt is cached"
@@ -88,7 +89,7 @@ def transport(restored_engine, arguments):
 
 def transport_of(engine, **arguments):
     options = SGLangWeightSyncScheme(engine, **arguments).options
-    return options.make_transport(engine, torch.device("cpu"))
+    return make_transport(options, engine, torch.device("cpu"))
 
 
 def weights_of(model, engine, *, interfere=None, stable=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import requests
 import torch
+from helpers.weights import open_weights
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,8 +18,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
 from torchrl_sglang.weight_update.encodings.block_fp8 import BlockFP8
-from torchrl_sglang.weight_update.sources.given import unwrap
-from torchrl_sglang.weight_update.sources.resolve import open_weights
+from torchrl_sglang.weight_update.sources.base import unwrap
 from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
 from torchrl_sglang.weight_update.verify import (
     allowed_difference,

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from torchrl_sglang.errors import UnsupportedByServerError, WeightMismatchError
-from torchrl_sglang.types import ServerCapabilities
+from torchrl_sglang.errors import WeightMismatchError
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 
@@ -89,39 +88,19 @@ class Identity(WeightEncoding):
         yield tensor
 
 
-def check_servers(encoding: WeightEncoding, capabilities: ServerCapabilities) -> None:
-    """Refuses an encoding that is for servers with other weights.
-
-    Raises:
-        UnsupportedByServerError: naming both. Servers that no encoding is for are
-            refused by the engine.
-    """
-    if encoding.quantized not in (None, capabilities.quantized):
-        raise UnsupportedByServerError(
-            f"encoding={encoding.name!r} makes weights for servers that hold them as "
-            f"{encoding.quantized!r}, and these hold them as "
-            f"{capabilities.quantized or 'the checkpoint has them'!r}. Nothing was "
-            f"sent; leave encoding out, and it is chosen by what the servers hold."
-        )
-
-
 def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
-    """Returns the weights that are sent instead, tensor by tensor as they are read.
-
-    A LoRA adapter is sent as it is.
+    """Encodes weights, tensor by tensor as they are read.
 
     Raises:
         WeightMismatchError: if two tensors would have one name. Later, where the
             tensors are not those that were planned.
     """
-    if weights.adapter is not None:
-        return weights
     plan = {spec.name: _plan(encoding, spec) for spec in weights.specs}
     specs = {spec.name: spec for spec in weights.specs}
     if all(plan[name] == (spec,) for name, spec in specs.items()):
         return weights
-    sent = [part for parts in plan.values() for part in parts]
-    ((name, count),) = Counter(part.name for part in sent).most_common(1)
+    encoded = [part for parts in plan.values() for part in parts]
+    ((name, count),) = Counter(part.name for part in encoded).most_common(1)
     if count > 1:
         raise WeightMismatchError(
             f"encoding={encoding.name!r} makes two tensors of the name {name!r}; "
@@ -137,11 +116,11 @@ def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
             # Not held while the next one is made.
             del tensor
 
-    return replace(weights, specs=tuple(sent), read=read, stable=False)
+    return replace(weights, specs=tuple(encoded), read=read, stable=False)
 
 
 def _plan(encoding: WeightEncoding, spec: TensorSpec) -> tuple[TensorSpec, ...]:
-    """Returns what is to be sent of a tensor, which is something."""
+    """Plans a tensor by an encoding, whose answer is checked."""
     planned: Any = encoding.plan(spec)
     parts = tuple(planned) if isinstance(planned, Iterable) else ()
     if parts and all(isinstance(part, TensorSpec) for part in parts):
@@ -163,7 +142,7 @@ def _encode(
     changes = None if tensor.is_inference() else tensor._version
     with torch.no_grad():
         yielded: Any = encoding.encode(spec, tensor)
-        made = [] if yielded is None else list(yielded)
+        encoded = [] if yielded is None else list(yielded)
     del yielded
     if changes is not None and tensor._version != changes:
         raise WeightMismatchError(
@@ -171,15 +150,15 @@ def _encode(
             f"be the trainer's own; make another tensor of it."
         )
     del tensor
-    found = [
-        (each.dtype, each.shape) if isinstance(each, torch.Tensor) else type(each)
-        for each in made
+    kinds = [
+        (value.dtype, value.shape) if isinstance(value, torch.Tensor) else type(value)
+        for value in encoded
     ]
     planned = [(part.dtype, part.shape) for part in parts]
-    if found != planned:
+    if kinds != planned:
         raise WeightMismatchError(
-            f"encoding={encoding.name!r} made {found} of {spec.name}, and planned "
+            f"encoding={encoding.name!r} made {kinds} of {spec.name}, and planned "
             f"{planned}."
         )
     for part in parts:
-        yield part.name, made.pop(0)
+        yield part.name, encoded.pop(0)

@@ -1,24 +1,72 @@
 """``Source``: named tensors described now and read lazily.
 
-Sharded tensors are gathered, and exported ones made, one after the other, so nothing
+Sharded tensors are gathered, and exported tensors made, one after the other, so nothing
 may hold a tensor after it was yielded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+from torchrl.modules.llm.policies import LLMWrapperBase
 
+from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.weight_update.weights import TensorSpec
 
-Wanted: TypeAlias = Mapping[str, torch.dtype]
+Dtypes: TypeAlias = Mapping[str, torch.dtype]
 """Name in the source -> served type."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UserWeights:
+    """The caller's weights, and the modules in them.
+
+    Wrappers are opened here and nowhere else.
+    """
+
+    value: Any = None
+    """A module, a state dict, pairs, an exporter, or a folder."""
+    innermost: nn.Module | None = None
+    """The module inside all wrappers; ``None`` without a module."""
+    peft_model: Any = None
+    """The PEFT model that is, or is wrapped in, the module; or ``None``."""
+    is_copy: bool = False
+    """Whether this is another rank than 0 of DistributedDataParallel."""
+
+
+def unwrap(weights: Any) -> UserWeights:
+    """Finds the modules in weights, from the outside in."""
+    module, innermost, peft_model, is_copy = weights, None, None, False
+    while isinstance(module, nn.Module):
+        innermost = module
+        if peft_model is None and _is_peft_model(module):
+            peft_model = module
+        if isinstance(module, DistributedDataParallel):
+            is_copy = is_copy or dist.get_rank(module.process_group) != 0
+        if isinstance(module, LLMWrapperBase):
+            module = module.model
+        else:
+            # DDP, and torch.compile.
+            module = getattr(module, "module", getattr(module, "_orig_mod", None))
+    return UserWeights(
+        value=weights, innermost=innermost, peft_model=peft_model, is_copy=is_copy
+    )
+
+
+def _is_peft_model(module: nn.Module) -> bool:
+    return hasattr(module, "peft_config") and any(
+        kind.__module__.partition(".")[0] == "peft" for kind in type(module).__mro__
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +75,17 @@ class Source:
 
     specs: dict[str, TensorSpec]
     """Name -> description, in the order in which tensors are read."""
-    read: Callable[[Wanted], Iterator[tuple[str, torch.Tensor]]]
-    """Yields the wanted tensors, gathered."""
+    read: Callable[[Dtypes], Iterator[tuple[str, torch.Tensor]]]
+    """Yields the tensors with these names, gathered."""
     stable: bool
     """The tensors exist already, and stay as they are while they are sent."""
     adapter: Mapping[str, Any] | None = None
     """PEFT's configuration where the tensors are a LoRA adapter."""
-    peers: Any = None
-    """The ranks that hold the tensors together (:class:`.Peers`); None for one."""
+    origin: UserWeights = UserWeights()
+    """The caller's weights."""
+    ranks: Any = None
+    """The ranks that hold the tensors together (:class:`.Ranks`); ``None``: this rank
+    holds them whole."""
 
 
 def describe(name: str, tensor: torch.Tensor, *, computed: bool = False) -> TensorSpec:
@@ -69,8 +120,8 @@ def gather(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     device = tensor.device_mesh.device_type
     if shard.device.type != device:
         shard = shard.to(device)
-    whole: torch.Tensor = shard.full_tensor()
-    return whole
+    full: torch.Tensor = shard.full_tensor()
+    return full
 
 
 def shrink(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -80,12 +131,12 @@ def shrink(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def read_tensors(
-    tensors: Mapping[str, torch.Tensor], wanted: Wanted
+    tensors: Mapping[str, torch.Tensor], dtypes: Dtypes
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the wanted tensors, gathered."""
+    """Yields the tensors that ``dtypes`` names, gathered."""
     for name, tensor in tensors.items():
-        if name in wanted:
-            yield name, gather(tensor, wanted[name])
+        if name in dtypes:
+            yield name, gather(tensor, dtypes[name])
 
 
 def tensor_source(
@@ -98,7 +149,7 @@ def tensor_source(
     }
     return Source(
         specs=specs,
-        read=lambda wanted: read_tensors(tensors, wanted),
+        read=lambda dtypes: read_tensors(tensors, dtypes),
         stable=all(spec.mesh is None for spec in specs.values()),
     )
 
@@ -113,3 +164,117 @@ def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
             if name not in part._non_persistent_buffers_set:
                 tensors[f"{prefix}.{name}".removeprefix(".")] = buffer
     return tensors
+
+
+def refuse_fsdp1(module: nn.Module) -> None:
+    """Raises :class:`ConfigurationError` for a model that FSDP1 has flattened."""
+    if any(isinstance(part, FullyShardedDataParallel) for part in module.modules()):
+        raise ConfigurationError(
+            "FullyShardedDataParallel (FSDP1) keeps parameters in flat pieces that "
+            "cannot be gathered one by one; shard the model with "
+            "torch.distributed.fsdp.fully_shard (FSDP2)."
+        )
+
+
+def collect(items: Iterable[Any], owner: Any) -> dict[str, torch.Tensor]:
+    """Collects the (name, tensor) pairs of ``owner``, which has some."""
+    tensors = dict(read_pairs(lambda: items, owner))
+    if not tensors:
+        raise _empty_error(owner)
+    return tensors
+
+
+class ExporterCache:
+    """The specs of the last exporter's tensors, so that it is not run to get them."""
+
+    def __init__(self) -> None:
+        self._exporter: Any = None
+        self._specs: dict[str, TensorSpec] = {}
+
+    def forget(self) -> None:
+        """Makes the next update run the exporter once more."""
+        self._exporter, self._specs = None, {}
+
+    def source(self, exporter: Any, export: Callable[[], Any]) -> Source:
+        """Makes a source of an exporter, running it where it is a new one."""
+        # A bound method is another object every time it is looked up.
+        equal = inspect.ismethod(exporter) and exporter == self._exporter
+        if not self._specs or not (equal or exporter is self._exporter):
+            specs: dict[str, TensorSpec] = {}
+            for name, tensor in read_pairs(export, exporter):
+                specs[name] = describe(name, tensor)
+                del tensor
+            if not specs:
+                raise _empty_error(exporter)
+            self._exporter, self._specs = exporter, specs
+        specs = self._specs
+
+        def read(dtypes: Dtypes) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in read_pairs(export, exporter):
+                _check_announced(tensor, name, specs.get(name))
+                if name in dtypes:
+                    yield name, gather(tensor, dtypes[name])
+                del tensor
+
+        return Source(specs=specs, read=read, stable=False)
+
+
+def _check_announced(tensor: torch.Tensor, name: str, spec: TensorSpec | None) -> None:
+    integer = not tensor.dtype.is_floating_point
+    if (
+        spec is None
+        or spec.shape != tensor.shape
+        or spec.dtype.is_floating_point == integer
+    ):
+        announced = "no such tensor" if spec is None else (spec.dtype, (*spec.shape,))
+        raise WeightMismatchError(
+            f"The exporter of the weights yields {name} of {tensor.dtype} and shape "
+            f"{tuple(tensor.shape)}, and yielded {announced} before."
+        )
+
+
+def read_pairs(
+    export: Callable[[], Any], owner: Any
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the (name, tensor) pairs of an export, validated, holding none of them."""
+    items = export()
+    if isinstance(items, Mapping):
+        items = items.items()
+    if not isinstance(items, Iterable) or isinstance(items, (str, bytes)):
+        raise ConfigurationError(
+            f"A function that exports weights must return an iterator of (name, "
+            f"tensor); {owner!r} returned a {type(items).__name__}."
+        )
+    names = set()
+    iterator, end = iter(items), object()
+    while True:
+        # For each step alone: a suspended generator must leave no grad mode behind.
+        with torch.no_grad():
+            item = next(iterator, end)
+        if item is end:
+            return
+        if not (isinstance(item, (tuple, list)) and len(item) == 2):
+            raise ConfigurationError(
+                f"An iterable of weights must yield (name, tensor), got a "
+                f"{type(item).__name__}; model.parameters() has no names, "
+                f"model.named_parameters() has."
+            )
+        name, value = item
+        del item
+        if not isinstance(value, torch.Tensor):
+            raise ConfigurationError(
+                f"The weight {name!r} is a {type(value).__name__}, not a tensor."
+            )
+        if name in names:
+            raise ConfigurationError(f"The weights hold {name!r} twice.")
+        names.add(name)
+        yield name, value
+        del value
+
+
+def _empty_error(weights: Any) -> ConfigurationError:
+    """Makes the error for weights without a tensor."""
+    return ConfigurationError(
+        f"The {type(weights).__name__} that was given as weights has no parameter. "
+        f"Is it the inference wrapper? Register the model that is trained."
+    )

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from torchrl_sglang.weight_update.sources.base import Source, Wanted
+from torchrl_sglang.weight_update.sources.base import Dtypes, Source
 
 CHUNKS = 64
 """Sums of a tensor; a change of order between two chunks changes them, too."""
@@ -29,8 +29,8 @@ def take_fingerprints(source: Source, into: dict[str, Fingerprint]) -> Source:
     Nothing waits for a GPU: its sums stay there, at most 1 KiB for each tensor.
     """
 
-    def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in source.read(wanted):
+    def read(dtypes: Dtypes) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in source.read(dtypes):
             into[name] = fingerprint(tensor)
             yield name, tensor
             # Not held while the next one is made.
@@ -69,7 +69,7 @@ def are_equal(
 ) -> bool:
     """Returns whether no tensor has changed; False where that is unknown."""
     return first.keys() == second.keys() and all(
-        _same(each, second[name]) for name, each in first.items()
+        _same(sums, second[name]) for name, sums in first.items()
     )
 
 

@@ -8,18 +8,18 @@ adapters are disabled is sent without them, and a merged layer as it is.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 import os
 import re
 import sys
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from torchrl_sglang.backends.lora.payload import (
     check_kind,
@@ -30,16 +30,17 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.sources.base import (
+    Dtypes,
     Source,
-    Wanted,
+    UserWeights,
     describe,
     gather,
     module_tensors,
     read_tensors,
+    refuse_fsdp1,
     shrink,
     tensor_source,
 )
-from torchrl_sglang.weight_update.sources.given import Given
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -90,10 +91,10 @@ def merge_while_reading(module: nn.Module) -> Source:
                 spec = replace(spec, identity=("merged", id(layer), inner))
             specs[spec.name] = spec
 
-    def read(wanted: Wanted) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from read_tensors(tensors, wanted)
+    def read(dtypes: Dtypes) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from read_tensors(tensors, dtypes)
         for name, layer in layers.items():
-            yield from _read_layer(name, layer, wanted)
+            yield from _read_layer(name, layer, dtypes)
 
     return Source(specs=specs, read=read, stable=False)
 
@@ -178,12 +179,12 @@ def _rehearse(name: str, layer: nn.Module) -> None:
 
 
 def _read_layer(
-    name: str, layer: nn.Module, wanted: Wanted
+    name: str, layer: nn.Module, dtypes: Dtypes
 ) -> Iterator[tuple[str, torch.Tensor]]:
     dtypes = {
-        inner: wanted[f"{name}.{inner}"]
+        inner: dtypes[f"{name}.{inner}"]
         for inner in module_tensors(_outcome(layer))
-        if f"{name}.{inner}" in wanted
+        if f"{name}.{inner}" in dtypes
     }
     if not dtypes:
         return
@@ -239,39 +240,6 @@ def _merge(layer: nn.Module, parameters: dict[int, nn.Parameter]) -> Any:
     return layer_copy.get_base_layer()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlainLora:
-    """The one adapter that a model trains, and nothing else."""
-
-    config: Mapping[str, Any]
-    """PEFT's configuration of it."""
-    modules: frozenset[str]
-    """Names of the modules that it changes, such as ``q_proj``."""
-
-    def fits(self, args: ServerArgs) -> bool:
-        """Returns whether servers with these arguments take it."""
-        return fits_servers(self.config, self.modules, args)
-
-
-def plain_lora(given: Given) -> PlainLora | None:
-    """Returns the adapter of a model that trains nothing but one."""
-    found = given.peft_model
-    if found is None or len(found.active_adapters) != 1:
-        return None
-    name = found.active_adapters[0]
-    if _more_than_adapter(found, name) is not None:
-        return None
-    tensors = _adapter_tensors(found, name)
-    sent = {id(value) for value in tensors.values()}
-    if any(v.requires_grad and id(v) not in sent for v in found.parameters()):
-        # It is trained too, and would not be sent.
-        return None
-    paths = (path.partition(".lora_")[0] for path in tensors)
-    config = _to_json(found.peft_config[name].to_dict())
-    modules = frozenset(path.rpartition(".")[2] for path in paths)
-    return PlainLora(config=config, modules=modules)
-
-
 def _adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
     """Returns an adapter's tensors under the names that PEFT saves them by.
 
@@ -280,9 +248,9 @@ def _adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
     adapter = re.compile(rf"(\.lora_[^.]+)\.{re.escape(name)}(?=\.|$)")
     tensors: dict[str, torch.Tensor] = {}
     for path, value in model.named_parameters(remove_duplicate=False):
-        saved, found = adapter.subn(r"\1", without_wrappers(path))
-        if found:
-            tensors[saved] = value
+        saved_name, count = adapter.subn(r"\1", without_wrappers(path))
+        if count:
+            tensors[saved_name] = value
     return tensors
 
 
@@ -330,39 +298,72 @@ def _layer_problem(layer: Any, name: str, *, rslora: bool) -> str | None:
     return problem
 
 
-def adapter_source(given: Given) -> Source:
+def adapter_source(weights: UserWeights) -> Source:
     """Resolves the active adapter of a PEFT model, or a folder that PEFT has saved.
 
     Raises:
         ConfigurationError: if the model is not its base with that adapter over it.
     """
-    if isinstance(given.weights, (str, os.PathLike)):
-        tensors, config = read_folder(given.weights)
+    if isinstance(weights.value, (str, os.PathLike)):
+        tensors, config = read_folder(weights.value)
         check_kind(config)
-        return dataclasses.replace(tensor_source(tensors), adapter=config)
-    found = given.peft_model
-    if found is None:
+    else:
+        tensors, config = _active_adapter(weights)
+    return replace(tensor_source(tensors), adapter=config)
+
+
+def _active_adapter(
+    weights: UserWeights,
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Returns the tensors and the configuration of a model's active adapter."""
+    model = weights.peft_model
+    if model is None:
         raise ConfigurationError(
-            f"A {type(given.weights).__name__} has no LoRA adapter; give a model that "
+            f"A {type(weights.value).__name__} has no LoRA adapter; give a model that "
             f"peft.get_peft_model() has made."
         )
-    active = found.active_adapters
-    if len(active) != 1:
+    names = model.active_adapters
+    if len(names) != 1:
         raise ConfigurationError(
-            f"The model has {len(active)} active adapters, {active}; select the one to "
+            f"The model has {len(names)} active adapters, {names}; select the one to "
             f"send with model.set_adapter(name)."
         )
-    problem = _more_than_adapter(found, active[0])
+    problem = _more_than_adapter(model, names[0])
     if problem is not None:
         raise ConfigurationError(
-            f"The adapter {active[0]!r} alone is not what the model computes with, so "
+            f"The adapter {names[0]!r} alone is not what the model computes with, so "
             f"nothing was sent. {problem} transport='auto' merges the adapter and "
             f"sends whole weights."
         )
     # Embeddings that the adapter changes are the base model's own, and served already.
-    tensors = _adapter_tensors(found, active[0])
-    config = _to_json(found.peft_config[active[0]].to_dict())
-    return dataclasses.replace(tensor_source(tensors), adapter=config)
+    config = model.peft_config[names[0]].to_dict()
+    return _adapter_tensors(model, names[0]), _to_json(config)
+
+
+def trained_adapter(weights: UserWeights) -> Source | None:
+    """Resolves the adapter of a model that trains nothing else, whole on this rank."""
+    if weights.peft_model is None:
+        return None
+    try:
+        source = adapter_source(weights)
+    except ConfigurationError:
+        return None
+    refuse_fsdp1(weights.value)
+    if any(isinstance(v, DTensor) for v in module_tensors(weights.peft_model).values()):
+        # All of its ranks must decide alike, and only one sees the servers.
+        return None
+    identities = {spec.identity for spec in source.specs.values()}
+    trained = (v for v in weights.peft_model.parameters() if v.requires_grad)
+    alone = all(describe("", value).identity in identities for value in trained)
+    return source if alone else None
+
+
+def adapter_fits(source: Source, args: ServerArgs) -> bool:
+    """Returns whether servers with these arguments take an adapter."""
+    assert source.adapter is not None
+    paths = (name.partition(".lora_")[0] for name in source.specs)
+    modules = frozenset(path.rpartition(".")[2] for path in paths)
+    return fits_servers(source.adapter, modules, args)
 
 
 def _to_json(value: Any) -> Any:

@@ -147,7 +147,7 @@ class CudaIpcTransport(WeightTransport):
                 while len(in_flight) > 1:
                     in_flight.popleft().result()
                     self._held.popleft()
-            if self._traced and not self._by_ranks(weights):
+            if self._traced and (self._owners is None or weights.ranks is None):
                 early = self._loader.check_early()
             while in_flight:
                 in_flight.popleft().result()
@@ -174,10 +174,6 @@ class CudaIpcTransport(WeightTransport):
         self._epoch = -1
         self._held.clear()
 
-    def _by_ranks(self, weights: Weights) -> bool:
-        """Returns whether ranks of the trainer hold the weights together."""
-        return self._owners is not None and weights.peers is not None
-
     def _contents(self, weights: Weights) -> Iterator[Content]:
         """Yields the content of each request, with at most a bucket in new memory.
 
@@ -185,13 +181,13 @@ class CudaIpcTransport(WeightTransport):
         hundred megabytes, so the smallest tensors are put together where it can copy
         from the whole.
         """
-        if self._owners is not None and weights.peers is not None:
+        if self._owners is not None and weights.ranks is not None:
             plan = HandlePlan(
                 bucket_bytes=max(self._bucket_bytes // 2, 1),
                 apart=self._apart,
                 owners=self._owners,
             )
-            yield from lead(weights, weights.peers, plan, self._device)
+            yield from lead(weights, plan, self._device)
             return
         if self._traced:
             yield from self._traced_contents(weights)

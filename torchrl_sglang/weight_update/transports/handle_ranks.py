@@ -14,7 +14,7 @@ import torch
 
 from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.types import ServerPlacement
-from torchrl_sglang.weight_update.ranks import Peers, Ranks
+from torchrl_sglang.weight_update.ranks import Ranks
 from torchrl_sglang.weight_update.transports.handles import Content, content_of, pack
 from torchrl_sglang.weight_update.transports.placement import is_one_of
 from torchrl_sglang.weight_update.weights import (
@@ -27,7 +27,7 @@ from torchrl_sglang.weight_update.weights import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HandlePlan:
-    """What all ranks have to know to make handles of the same buckets."""
+    """Plan by which all ranks make handles of the same buckets."""
 
     bucket_bytes: int
     """Most bytes of a bucket."""
@@ -37,16 +37,17 @@ class HandlePlan:
     """The trainer's rank that makes the handles of each rank of each server."""
 
     def take_part(self, weights: Weights, ranks: Ranks) -> None:
-        """Makes handles for as long as the first rank asks for them.
+        """Makes handles in each turn of the first rank.
 
-        What servers may still copy is kept; after a failure until the next update.
+        Memory that servers may still copy is kept; after a failure until the next
+        update.
         """
         held: deque[Content] = deque()
         device = weights.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         buckets = read_buckets(weights, self.bucket_bytes)
-        while ranks.goes_on():
+        while ranks.has_turn():
             # Servers have copied all but the latest.
             while len(held) > 1:
                 held.popleft()
@@ -67,10 +68,10 @@ def assign(
     tp_size: int,
     ranks: Sequence[frozenset[str]],
 ) -> tuple[tuple[int, ...], bool]:
-    """Returns whose memory each rank of each server opens. Pure.
+    """Assigns a rank of the trainer to each rank of each server. Pure.
 
-    That of a rank on the same GPU, else on a GPU that the server sees, else the first
-    one's. Several ranks on one GPU take turns.
+    A rank on the same GPU, else on a GPU that the server sees, else the first one.
+    Several ranks on one GPU take turns.
 
     Args:
         servers: in the order of requests.
@@ -88,18 +89,18 @@ def assign(
         >>> assign([server], 2, [frozenset({"0"}), frozenset({"1"})])
         ((1, 0), True)
     """
-    taken: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     owners: list[int] = []
     all_near = True
     for server in servers:
         gpus = server.gpus or ()
         for number in range(tp_size):
-            own = gpus[number : number + 1] if len(gpus) == tp_size else ()
-            near = _on(own, ranks)
-            all_near = all_near and bool(near)
-            found = near or _on(server.visible_gpus or (), ranks) or [0]
-            owner = min(found, key=lambda rank: (taken[rank], rank))
-            taken[owner] += 1
+            gpu = gpus[number : number + 1] if len(gpus) == tp_size else ()
+            neighbours = _on(gpu, ranks)
+            all_near = all_near and bool(neighbours)
+            candidates = neighbours or _on(server.visible_gpus or (), ranks) or [0]
+            owner = min(candidates, key=lambda rank: (counts[rank], rank))
+            counts[owner] += 1
             owners.append(owner)
     return tuple(owners), all_near
 
@@ -113,22 +114,21 @@ def _on(gpus: Sequence[str], ranks: Sequence[frozenset[str]]) -> list[int]:
     ]
 
 
-def lead(
-    weights: Weights, peers: Peers, plan: HandlePlan, device: torch.device
-) -> Iterator[Content]:
+def lead(weights: Weights, plan: HandlePlan, device: torch.device) -> Iterator[Content]:
     """Yields the content of each request, with the entries of all ranks.
 
     Called on the first rank, while the others :meth:`HandlePlan.take_part`. When the
     next one is asked for, servers have copied all but the latest.
     """
-    peers.begin(plan)
+    ranks: Ranks = weights.ranks
+    ranks.begin(plan)
     buckets = read_buckets(weights, plan.bucket_bytes)
     while True:
-        peers.go_on()
+        ranks.begin_turn()
         item = next(buckets, None)
         if item is None:
             return
-        content, problem = _exchange(item, plan, peers.ranks, device)
+        content, problem = _exchange(item, plan, ranks, device)
         del item
         if content is None:
             raise WeightTransferError(problem)
@@ -142,7 +142,7 @@ def _exchange(
     ranks: Ranks,
     device: torch.device,
 ) -> tuple[Content | None, str]:
-    """Exchanges the handles of a bucket; returns its content, or what went wrong."""
+    """Exchanges the handles of a bucket; returns its content, or the problem."""
     texts: dict[int, str] = {}
     content: Content | None = None
     problem = ""
@@ -154,14 +154,14 @@ def _exchange(
         for entry, owner in enumerate(plan.owners):
             if owner == ranks.position:
                 # A handle is opened by one rank of one server.
-                texts[entry], kept = pack(content.value)
-                content.kept += kept
-    except Exception as error:  # noqa: BLE001 - All ranks are told.
+                texts[entry], tensors = pack(content.value)
+                content.kept += tensors
+    except Exception as error:  # noqa: BLE001 - Raised on the first rank.
         problem = f"Rank {ranks.position} of the trainer has no handles: {error}"
-    found = ranks.exchange((texts, problem))
-    problem = " ".join(said for _, said in found if said)
+    messages = ranks.exchange((texts, problem))
+    problem = " ".join(problem for _, problem in messages if problem)
     if problem or content is None:
         return None, problem
-    entries = {entry: text for each, _ in found for entry, text in each.items()}
+    entries = {entry: text for texts, _ in messages for entry, text in texts.items()}
     content.entries = [entries[entry] for entry in range(len(plan.owners))]
     return content, ""

@@ -28,8 +28,6 @@ class Topology:
     """Pipeline stages of each server."""
     directory: str | None
     """Folder to which checkpoints can be written."""
-    adapter: bool = False
-    """Whether the weights are a LoRA adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,17 +49,15 @@ def find_facts(
     device: torch.device,
     *,
     directory: str | None = None,
-    adapter: bool = False,
     ranks: Sequence[frozenset[str]] = (),
 ) -> Topology:
-    """Asks the engine and CUDA; ``ranks``: names of the GPUs of a trainer's ranks."""
+    """Reads the engine and CUDA; ``ranks``: names of the GPUs of a trainer's ranks."""
     return Topology(
         device=str(device),
         gpu_names=names_of(device).union(*ranks),
         servers=engine.placements,
         pp_size=engine.capabilities.pp_size,
         directory=directory,
-        adapter=adapter,
     )
 
 

@@ -102,10 +102,7 @@ def make_options(
 
 
 def choose(facts: Topology) -> tuple[str, str]:
-    """Returns the name of the fastest transport that works, and why it is taken."""
-    if facts.adapter:
-        why = "The model trains a LoRA adapter, and the servers take adapters."
-        return LoraTransport.name, why
+    """Returns the fastest transport for whole weights that works, and the reason."""
     if facts.directory is not None:
         return DiskTransport.name, f"A directory was given: {facts.directory!r}."
     if facts.pp_size > 1:

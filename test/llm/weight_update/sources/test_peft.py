@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.weights import open_weights
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchrl.modules.llm import TransformersWrapper
@@ -15,7 +16,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update.sources.resolve import open_weights
 from torchrl_sglang.weight_update.weights import read_buckets
 
 peft = pytest.importorskip("peft")

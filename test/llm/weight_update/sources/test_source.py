@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.log_probs import difference
+from helpers.weights import open_weights
 from tensordict import TensorDict
 from tensordict.nn import TensorDictParams
 from torch import nn
@@ -23,16 +24,13 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.weight_update.sources.base import ExporterCache
 from torchrl_sglang.weight_update.sources.fingerprints import (
     are_equal,
     take_fingerprints,
 )
-from torchrl_sglang.weight_update.sources.resolve import (
-    ExporterCache,
-    find_source,
-    open_weights,
-)
-from torchrl_sglang.weight_update.sources.served import plan_names
+from torchrl_sglang.weight_update.sources.resolve import find_source
+from torchrl_sglang.weight_update.sources.served import ServedTensors, plan_names
 from torchrl_sglang.weight_update.weights import read_buckets, specs_of
 
 pytestmark = pytest.mark.filterwarnings(
@@ -211,9 +209,10 @@ def test_many_names_are_counted_and_not_all_listed(served):
 
 
 def test_metadata_is_checked_before_there_are_weights(served):
-    plan_names(specs_of(served), served)
+    model = ServedTensors(metadata=served)
+    plan_names(specs_of(served), model)
     with pytest.raises(WeightMismatchError, match="1 unexpected: more"):
-        plan_names(specs_of({**served, "more": (torch.float32, (3,))}), served)
+        plan_names(specs_of({**served, "more": (torch.float32, (3,))}), model)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int8])

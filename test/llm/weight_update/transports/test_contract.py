@@ -11,12 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.log_probs import TOLERANCE, difference
+from helpers.weights import open_weights
 
 from torchrl_sglang.errors import WeightTransferError
 from torchrl_sglang.testing.transport_contract import TransportContract
-from torchrl_sglang.weight_update.sources.given import unwrap
+from torchrl_sglang.weight_update.sources.base import unwrap
 from torchrl_sglang.weight_update.sources.peft import adapter_source
-from torchrl_sglang.weight_update.sources.resolve import find_source, open_weights
+from torchrl_sglang.weight_update.sources.resolve import find_source
 from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
 
 CPU = torch.device("cpu")

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.log_probs import TOLERANCE, difference
+from helpers.weights import open_weights
 
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.client.capabilities import check_weight_route
@@ -19,11 +20,13 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.weight_update.encodings.base import (
     WeightEncoding,
-    check_servers,
     encode_weights,
 )
-from torchrl_sglang.weight_update.encodings.registry import ENCODINGS, find_encoding
-from torchrl_sglang.weight_update.sources.resolve import open_weights
+from torchrl_sglang.weight_update.encodings.registry import (
+    ENCODINGS,
+    encoding_for,
+    find_encoding,
+)
 from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
 
 ENCODED = "down_proj.weight"
@@ -180,7 +183,8 @@ def test_unknown_encodings(given):
 
 def test_servers_that_an_encoding_is_for(fake_engine):
     capabilities = replace(fake_engine.capabilities, quantized="fp8")
-    check_servers(Fp8(), capabilities)
+    encoding = Fp8()
+    assert encoding_for(encoding, capabilities.quantized) is encoding
     check_weight_route(capabilities, "tensor", quantized=Fp8.quantized)
     for quantized in (None, "int4"):
         with pytest.raises(UnsupportedByServerError, match="hold quantised weights"):

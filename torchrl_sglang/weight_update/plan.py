@@ -1,0 +1,181 @@
+"""Decides everything about a weight update before its first byte is sent.
+
+:func:`resolve` finds the tensors, and the ranks that hold them, on the trainer alone.
+:func:`plan_update` adds the decisions that depend on the served model. Updates,
+repetitions, new servers and the other ranks of a trainer follow one
+:class:`UpdatePlan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.weight_update.encodings.base import WeightEncoding, encode_weights
+from torchrl_sglang.weight_update.encodings.registry import encoding_for
+from torchrl_sglang.weight_update.options import SchemeOptions
+from torchrl_sglang.weight_update.ranks import find_ranks
+from torchrl_sglang.weight_update.sources.base import (
+    ExporterCache,
+    Source,
+    UserWeights,
+)
+from torchrl_sglang.weight_update.sources.fingerprints import (
+    Fingerprint,
+    take_fingerprints,
+)
+from torchrl_sglang.weight_update.sources.peft import adapter_source, trained_adapter
+from torchrl_sglang.weight_update.sources.resolve import find_source
+from torchrl_sglang.weight_update.sources.served import ServedTensors, open_weights
+from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
+from torchrl_sglang.weight_update.transports.lora import LoraTransport
+from torchrl_sglang.weight_update.transports.placement import find_facts
+from torchrl_sglang.weight_update.transports.registry import (
+    AUTO,
+    TRANSPORTS,
+    check_used,
+    choose,
+)
+from torchrl_sglang.weight_update.weights import Weights
+
+
+def resolve(
+    weights: UserWeights,
+    options: SchemeOptions,
+    exporters: ExporterCache,
+    takes_adapter: Callable[[Source], bool],
+) -> Source:
+    """Resolves weights into whole ones or a LoRA adapter, and the ranks with a part.
+
+    Args:
+        weights: the caller's.
+        options: of the scheme.
+        exporters: knows the tensors of earlier exporters.
+        takes_adapter: whether the servers take an adapter; called on a single rank.
+    """
+    adapter = None
+    if options.transport != AUTO:
+        if TRANSPORTS[options.transport].adapter_only:
+            adapter = adapter_source(weights)
+    elif options.process_group is None:
+        adapter = trained_adapter(weights)
+        if adapter is not None and not takes_adapter(adapter):
+            adapter = None
+    source = adapter or find_source(weights.value, exporters)
+    ranks = find_ranks(source, options.process_group)
+    return replace(source, origin=weights, ranks=ranks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdatePlan:
+    """One weight update, resolved once."""
+
+    options: SchemeOptions
+    """Options of the scheme."""
+    source: Source
+    """The trainer's tensors, and the ranks that hold them."""
+    weights: Weights
+    """The tensors under served names, not encoded yet."""
+    encoding: WeightEncoding | None
+    """Encoding of the weights; ``None`` for an adapter."""
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    """Fingerprints of the tensors that were read, where they are taken."""
+
+    @property
+    def quantized(self) -> str | None:
+        """Format for which the weights are encoded."""
+        return None if self.encoding is None else self.encoding.quantized
+
+    def encode(self) -> Weights:
+        """Returns the weights that are sent."""
+        if self.encoding is None:
+            return self.weights
+        return encode_weights(self.weights, self.encoding)
+
+    def make_transport(self, engine: RLSGLangEngine) -> WeightTransport:
+        """Makes the transport to an engine's servers."""
+        ranks = self.source.ranks
+        return make_transport(
+            self.options,
+            engine,
+            self.weights.device,
+            adapter=self.source.adapter is not None,
+            gpus=() if ranks is None else ranks.gpus,
+        )
+
+
+def plan_update(
+    source: Source,
+    served: ServedTensors | None,
+    options: SchemeOptions,
+    *,
+    fingerprinted: bool = False,
+) -> UpdatePlan:
+    """Plans an update of a source, validated against the served model.
+
+    Args:
+        source: the trainer's tensors.
+        served: the served model; ``None`` for an adapter, which needs none.
+        options: of the scheme.
+        fingerprinted: take fingerprints of the tensors, if one rank holds them whole.
+
+    Raises:
+        WeightMismatchError: if they do not fit.
+        UnsupportedByServerError: if the servers do not take the encoding.
+    """
+    fingerprints: dict[str, Fingerprint] = {}
+    encoding = None
+    if served is not None:
+        encoding = encoding_for(options.encoding, served.quantized)
+    if source.ranks is not None:
+        source.ranks.served = served
+    elif fingerprinted:
+        source = take_fingerprints(source, fingerprints)
+    return UpdatePlan(
+        options=options,
+        source=source,
+        weights=open_weights(source, served),
+        encoding=encoding,
+        fingerprints=fingerprints,
+    )
+
+
+def make_transport(
+    options: SchemeOptions,
+    engine: RLSGLangEngine,
+    device: torch.device,
+    *,
+    adapter: bool = False,
+    gpus: tuple[frozenset[str], ...] = (),
+) -> WeightTransport:
+    """Makes the transport to an engine's servers.
+
+    Args:
+        options: of the scheme; ``"auto"`` takes the fastest transport that works.
+        engine: of the servers.
+        device: of the weights.
+        adapter: whether they are a LoRA adapter.
+        gpus: names of the GPU of each rank that holds the weights, if several do.
+    """
+    if isinstance(options.device, torch.device):
+        device = options.device
+    elif all(server.device == "cpu" for server in engine.placements):
+        # From a GPU they have to go to the CPU in any case.
+        device = CPU
+    name, reason = options.transport, f"transport={options.transport!r} was given."
+    if name == AUTO and adapter:
+        name = LoraTransport.name
+        reason = "The model trains a LoRA adapter, and the servers take adapters."
+    elif name == AUTO:
+        directory = options.transport_options.get("directory")
+        path = None if directory is None else str(directory)
+        name, reason = choose(find_facts(engine, device, directory=path, ranks=gpus))
+        check_used(name, options.transport_options)
+        torchrl_logger.info(f"Weights go by {name!r}: {reason}")
+    transport = TRANSPORTS[name](engine, options.options_of(name), device=device)
+    transport.why, transport.trainer_gpus = reason, gpus
+    return transport
