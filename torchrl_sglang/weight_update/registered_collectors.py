@@ -1,4 +1,4 @@
-"""The collectors of a sender: they count its updates, and hear of one in flight."""
+"""The collectors of a sender, which count its updates and follow one in flight."""
 
 from __future__ import annotations
 
@@ -32,47 +32,50 @@ class RegisteredCollectors:
 
     def __init__(self, scheme: WeightSyncScheme) -> None:
         self._scheme = scheme
-        self._known: list[Callable[[], Any]] = []
+        self._references: list[Callable[[], Any]] = []
         self._this_call = threading.local()
-        """``told``: the version that this thread's update has announced last."""
+        """``announced``: the last version that this thread's update has announced."""
 
     def register(self, collector: Any) -> None:
         """Adds a collector."""
         try:
-            self._known.append(weakref.ref(collector))
+            self._references.append(weakref.ref(collector))
         except TypeError:
             # Of a class with slots.
-            self._known.append(lambda: collector)
+            self._references.append(lambda: collector)
 
     def unregister(self, collector: Any) -> None:
         """Forgets a collector. Safe to call twice."""
-        known = [each for each in self._known if each() is not None]
-        self._known = [each for each in known if each() is not collector]
+        self._references = [
+            reference
+            for reference in self._references
+            if reference() not in (None, collector)
+        ]
         if self._scheme.context is collector:
             self._scheme.context = None
 
     @contextmanager
     def announced(self) -> Iterator[None]:
-        """Tells collectors what becomes of what was announced if the update fails."""
-        self._this_call.told = None
+        """Reports to collectors that an announced update has failed."""
+        self._this_call.announced = None
         try:
             yield
         except BaseException:
-            told = self._this_call.told
-            # One that was refused has announced nothing: another may be under way.
-            if told is not None:
+            version = self._this_call.announced
+            # A refused update has announced nothing: another may be in flight.
+            if version is not None:
                 # Its commit comes before servers generate with it.
-                generated = told == self._scheme.engine.weight_version
-                self._tell("_update_failed", generated)
+                generated = version == self._scheme.engine.weight_version
+                self._notify("_update_failed", generated)
             raise
 
     def announce(self, version: str) -> None:
-        """Tells collectors what servers are about to call the next update's weights.
+        """Announces the version of the next update's weights.
 
-        They generate with them before the update is counted.
+        Servers generate with them before the update is counted.
         """
-        self._this_call.told = version
-        self._tell("_served_next", version)
+        self._this_call.announced = version
+        self._notify("_served_next", version)
 
     def count(self, report: SyncReport, counts_itself: Any = None) -> None:
         """Counts one policy version on each, and gives it the update's report.
@@ -103,18 +106,18 @@ class RegisteredCollectors:
 
     def counts(self) -> list[int]:
         """Returns the policy version of each."""
-        return [self._count_of(each) for each in self._all()]
+        return [self._count_of(collector) for collector in self._all()]
 
     def withdraw(self) -> None:
-        """Tells them that what was announced is no version of this update's."""
-        self._tell("_update_failed", False)
+        """Withdraws the announced version, which is not this update's."""
+        self._notify("_update_failed", False)
 
     def announce_again(self, version: str) -> None:
-        """Tells them another name that servers are to have for the current weights."""
-        self._tell("_served_again", version)
+        """Announces another version of the current weights."""
+        self._notify("_served_again", version)
 
     def check_idle(self) -> None:
-        """Refuses collectors whose servers another rank updates, it is unknown when.
+        """Refuses collectors whose servers another rank updates at an unknown time.
 
         They would count that update before it happens, or after.
         """
@@ -128,18 +131,18 @@ class RegisteredCollectors:
                     f"its own."
                 )
 
-    def _tell(self, method: str, value: Any) -> None:
+    def _notify(self, method: str, value: Any) -> None:
         for collector in self._all():
-            tell = getattr(collector, method, None)
-            if tell is not None:
+            notify = getattr(collector, method, None)
+            if notify is not None:
                 try:
-                    tell(value)
+                    notify(value)
                 except Exception as error:  # noqa: BLE001 - count() deals with it.
-                    torchrl_logger.debug(f"A collector was not told: {error}")
+                    torchrl_logger.debug(f"A collector was not notified: {error}")
 
     def _all(self) -> list[Any]:
-        known = [*(each() for each in self._known), self._scheme.context]
-        return list({id(each): each for each in known if each is not None}.values())
+        collectors = [*(get() for get in self._references), self._scheme.context]
+        return list({id(c): c for c in collectors if c is not None}.values())
 
     def _count_of(self, collector: Any) -> int:
         """Returns a collector's policy version; 0 if it is no number, or has ended."""

@@ -293,15 +293,15 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         Raises:
             ConfigurationError: if it is not the one that the scheme was made for.
         """
-        known = self.server_url
+        url = self.server_url
         if not isinstance(engine, RLSGLangEngine):
             raise ConfigurationError(
                 f"engine must be an RLSGLangEngine or the address of a server, got "
                 f"{engine!r}; give the policy's engine."
             )
-        if known not in (None, engine.server_url):
+        if url not in (None, engine.server_url):
             raise ConfigurationError(
-                f"The scheme was made for {self._engine or known}, and the engine is "
+                f"The scheme was made for {self._engine or url}, and the engine is "
                 f"{engine!r}; give the same engine, or leave it out."
             )
         actual = {

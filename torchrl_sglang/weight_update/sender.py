@@ -644,7 +644,7 @@ class SGLangWeightSender:
         # is restarted, so the servers are asked as well.
         engine, timeout = self._engine, self._options.control_timeout
         try:
-            known = run_sync(engine.control.weight_versions(timeout=timeout))
+            versions = run_sync(engine.control.weight_versions(timeout=timeout))
             held: Sequence[tuple[str, ...]] = ()
             if engine.capabilities.has_lora:
                 held = run_sync(engine.control.adapters(timeout=timeout))
@@ -658,12 +658,13 @@ class SGLangWeightSender:
         version_of = {
             name: parse_served_name(name).version or "" for name in chain(*held)
         }
-        sent = [version_of[name] for name in version_of if is_published(name)]
-        self._warn_of_others([*known, *sent])
-        known += version_of.values()
-        known += [adapter.version or "" for adapter in engine.adapters.values()]
-        known += [str(count) for count in self._collectors.counts()]
-        version = next_version([*known, engine.weight_version, engine.newest_version])
+        published = [version_of[name] for name in version_of if is_published(name)]
+        self._warn_of_others([*versions, *published])
+        versions += version_of.values()
+        versions += [adapter.version or "" for adapter in engine.adapters.values()]
+        versions += [str(count) for count in self._collectors.counts()]
+        versions += [engine.weight_version, engine.newest_version]
+        version = next_version(versions)
         self._chosen.append(version)
         return version
 

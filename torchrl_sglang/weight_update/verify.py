@@ -89,7 +89,7 @@ def watch(
     if not adapter:
         served = set(dtypes.values())
     compare_log_probs = _watch_log_probs(engine, model, served, adapter, version)
-    sent: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     extremes: dict[str, torch.Tensor] = {}
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
@@ -97,7 +97,7 @@ def watch(
             if name in names:
                 # The first rows as a server holds them; float32 is exact.
                 first = tensor.detach()[: ELEMENTS if tensor.dim() == 1 else ROWS]
-                sent[name] = first.to("cpu", dtypes[name], copy=True).float()
+                values[name] = first.to("cpu", dtypes[name], copy=True).float()
                 del first
             if tensor.is_floating_point() and tensor.itemsize > 1 and tensor.numel():
                 extremes[name] = torch.stack(torch.aminmax(tensor.detach()))
@@ -109,7 +109,7 @@ def watch(
         if not adapter:
             _check_alone(engine, version)
         _check_numbers(extremes, version)
-        for name, value in sent.items():
+        for name, value in values.items():
             _compare_values(engine, name, value)
         compare_log_probs()
 
@@ -117,7 +117,7 @@ def watch(
 
 
 def _find_readable(engine: RLSGLangEngine, weights: Weights) -> list[str]:
-    """Returns the names of parameters whose values the servers tell."""
+    """Returns the names of parameters whose values the servers report."""
     quantized = engine.capabilities.quantized
     if quantized not in (None, BLOCK_FP8):
         raise UnsupportedByServerError(
@@ -162,22 +162,23 @@ def _check_numbers(extremes: Mapping[str, torch.Tensor], version: str) -> None:
 
 
 def to_floats(answer: Any) -> torch.Tensor:
-    """Converts numbers of a server, which tells NaN and infinities as ``null``."""
+    """Converts a server's numbers; NaN and infinities come as ``null``."""
     return torch.from_numpy(np.array(answer, dtype=np.float32))
 
 
-def _compare_values(engine: RLSGLangEngine, name: str, sent: torch.Tensor) -> None:
-    answers = run_sync(engine.control.get_weights_by_name(name, len(sent)))
-    for url, answer in zip(engine.control.urls, answers, strict=True):
-        found = to_floats(answer)
+def _compare_values(engine: RLSGLangEngine, name: str, expected: torch.Tensor) -> None:
+    rows = run_sync(engine.control.get_weights_by_name(name, len(expected)))
+    for url, values in zip(engine.control.urls, map(to_floats, rows), strict=True):
         # A rank of a tensor-parallel server may hold fewer rows.
-        same = sent[: len(found)]
-        same = same.where(same.isfinite(), torch.nan)
-        both_nan = found.isnan() & same.isnan()
-        if found.shape != same.shape or not bool(((found == same) | both_nan).all()):
+        wanted = expected[: len(values)]
+        wanted = wanted.where(wanted.isfinite(), torch.nan)
+        equal = values.shape == wanted.shape and torch.allclose(
+            values, wanted, rtol=0, atol=0, equal_nan=True
+        )
+        if not equal:
             starts = [
-                [round(value, 6) for value in values.flatten()[:4].tolist()]
-                for values in (found, same)
+                [round(value, 6) for value in numbers.flatten()[:4].tolist()]
+                for numbers in (values, wanted)
             ]
             raise WeightMismatchError(
                 f"After the update to {url}, {name} is not what was sent there: it "
@@ -209,25 +210,25 @@ def _watch_log_probs(
         answers = run_sync(
             control.prompt_log_probs(prompts, cache_key=version, adapter=name)
         )
-        for url, answer in zip(control.urls, answers, strict=True):
-            found = to_floats(answer)
-            differs = (found - expected).abs()
+        for url, log_probs in zip(control.urls, map(to_floats, answers), strict=True):
+            differences = (log_probs - expected).abs()
             # A NaN is a difference.
-            if bool(differs.mean() <= allowed):
+            if bool(differences.mean() <= allowed):
                 continue
-            if bool(found.isnan().any()):
+            if bool(log_probs.isnan().any()):
                 raise WeightMismatchError(
                     f"After the update to version {version}, the log-probs of {url} "
                     f"are no numbers, though no weight that was sent is NaN: an "
                     f"infinite weight, or an overflow in {engine.capabilities.dtype}. "
                     f"Send other weights, or serve the model in a wider type."
                 )
-            where = int(differs.nan_to_num(torch.inf).argmax())
+            place = int(differences.nan_to_num(torch.inf).argmax())
             raise WeightMismatchError(
                 f"After the update, {url} does not generate with what was sent there: "
-                f"its log-probs differ from the trainer's by {differs.mean():.3g} on "
-                f"average; rounding explains {allowed:.3g}. Furthest apart are "
-                f"{found.flatten()[where]:.4f} and {expected.flatten()[where]:.4f}."
+                f"its log-probs differ from the trainer's by "
+                f"{differences.mean():.3g} on average; rounding explains "
+                f"{allowed:.3g}. Furthest apart are {log_probs.flatten()[place]:.4f} "
+                f"and {expected.flatten()[place]:.4f}."
             )
 
     return compare
@@ -246,7 +247,7 @@ def choose_prompts(capabilities: ServerCapabilities, version: str) -> list[list[
 def comparable(specs: Sequence[TensorSpec]) -> list[str]:
     """Returns the tensors that servers hold as they are sent.
 
-    Of FP8 they hold values and scales apart, which log-probs see together.
+    FP8 values and scales are held apart; log-probs compare both together.
     """
     encoded = {spec.name for spec in specs if spec.dtype == FP8}
     scales = {f"{name}_scale_inv" for name in encoded}
@@ -257,9 +258,9 @@ def choose_names(names: Sequence[str]) -> list[str]:
     """Returns some parameters, of every kind and from every depth."""
     chosen = []
     for position, kind in enumerate(_KINDS):
-        found = [name for name in names if name.endswith(f"{kind}.weight")]
-        if found:
-            chosen.append(found[position * (len(found) - 1) // (len(_KINDS) - 1)])
+        layers = [name for name in names if name.endswith(f"{kind}.weight")]
+        if layers:
+            chosen.append(layers[position * (len(layers) - 1) // (len(_KINDS) - 1)])
     # An architecture with other names.
     step = max(len(names) // len(_KINDS), 1)
     return list(dict.fromkeys(chosen)) or list(names)[::step]
@@ -276,9 +277,9 @@ def whole_model(weights: UserWeights) -> nn.Module | None:
     """Returns the model if it can score prompts; None if a part is elsewhere."""
     # Calling a wrapper could take every rank; PEFT's own forward may take anything, and
     # the base model has the adapter's layers.
-    model: Any = weights.innermost
+    model = weights.innermost
     if weights.peft_model is not None:
-        model = model.get_base_model()
+        model = weights.peft_model.get_base_model()
     if model is None:
         return None
     elsewhere = any(
@@ -286,8 +287,7 @@ def whole_model(weights: UserWeights) -> nn.Module | None:
         for value in model.parameters()
     )
     takes_ids = "input_ids" in inspect.signature(model.forward).parameters
-    found: nn.Module = model
-    return found if takes_ids and not elsewhere else None
+    return model if takes_ids and not elsewhere else None
 
 
 def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:
@@ -301,8 +301,8 @@ def _score(model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:
             logits = model(input_ids=ids).logits[:, :-1]
             log_probs = logits.float().log_softmax(-1)
             targets = ids[:, 1:, None].to(log_probs.device)
-            found: torch.Tensor = log_probs.gather(-1, targets)[..., 0].cpu()
-            return found
+            token_log_probs: torch.Tensor = log_probs.gather(-1, targets)[..., 0].cpu()
+            return token_log_probs
     except Exception as error:
         raise WeightSyncStateError(
             f"The model that is to be sent cannot score a prompt of token ids "

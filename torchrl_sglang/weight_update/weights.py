@@ -124,14 +124,14 @@ def plan_buckets(
     buckets: list[Bucket] = []
     groups: dict[bool, list[TensorSpec]] = {False: [], True: []}
     limits = {False: max_bytes, True: max_bytes // SMALL_SHARE}
-    left = dict(limits)
+    room = dict(limits)
     for spec in specs:
         small = spec.num_bytes < small_below
-        if groups[small] and spec.num_bytes > left[small]:
+        if groups[small] and spec.num_bytes > room[small]:
             buckets.append(_lay_out(groups[small], small))
-            groups[small], left[small] = [], limits[small]
+            groups[small], room[small] = [], limits[small]
         groups[small].append(spec)
-        left[small] -= spec.num_bytes
+        room[small] -= spec.num_bytes
     return buckets + [
         _lay_out(group, small) for small, group in groups.items() if group
     ]

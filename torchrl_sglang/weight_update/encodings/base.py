@@ -15,7 +15,7 @@ from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 
 class WeightEncoding(abc.ABC):
-    """Maps each tensor that a model serves to what is sent of it.
+    """Maps each served tensor to the tensors that are sent.
 
     Both methods are called on every tensor of an update, ``plan`` for all of them
     before the first byte is sent. One tensor at a time is encoded, where it is.

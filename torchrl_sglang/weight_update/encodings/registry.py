@@ -56,8 +56,8 @@ def find_encoding(encoding: Any) -> WeightEncoding | str:
     names = [AUTO, *ENCODINGS]
     if isinstance(encoding, str) and encoding in names:
         return ENCODINGS.get(encoding, AUTO)
-    near = nearest(encoding, names) if isinstance(encoding, str) else None
+    name = nearest(encoding, names) if isinstance(encoding, str) else None
     raise ConfigurationError(
         f"encoding={encoding!r} is neither a WeightEncoding nor one of "
-        f"{', '.join(map(repr, names))}." + (f" Did you mean {near!r}?" if near else "")
+        f"{', '.join(map(repr, names))}." + (f" Did you mean {name!r}?" if name else "")
     )

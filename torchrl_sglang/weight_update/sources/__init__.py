@@ -1,4 +1,4 @@
-"""Resolves what a caller gives as weights into named tensors of the served model.
+"""Resolves the caller's weights into named tensors of the served model.
 
 ``resolve`` makes a ``Source`` of a module, a state dict, a TensorDict, pairs or a
 function that yields pairs; ``peft`` makes one of a model with adapters, or of an

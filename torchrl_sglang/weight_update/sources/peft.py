@@ -203,11 +203,11 @@ def _merge_whole(layer: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the merged tensors of a layer; all ranks that hold it call this."""
     copies = {}
     for value in layer.parameters():
-        whole = gather(value, value.dtype)
-        # PEFT merges in place, and gathering does not copy what is whole already.
-        if describe("", whole).identity == describe("", value).identity:
-            whole = whole.clone()
-        copies[id(value)] = nn.Parameter(whole, requires_grad=False)
+        gathered = gather(value, value.dtype)
+        # PEFT merges in place, and gathering copies no tensor that is whole already.
+        if describe("", gathered).identity == describe("", value).identity:
+            gathered = gathered.clone()
+        copies[id(value)] = nn.Parameter(gathered, requires_grad=False)
     module = _merge(layer, copies)
     return {name: value.detach() for name, value in module_tensors(module).items()}
 

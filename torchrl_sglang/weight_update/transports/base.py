@@ -163,9 +163,9 @@ async def send_to_each(
     for error in errors:
         if error is not None:
             untouched = all(
-                isinstance(each, RequestRefusedError)
-                and any(words in str(each) for words in refusals)
-                for each in errors
+                isinstance(failure, RequestRefusedError)
+                and any(words in str(failure) for words in refusals)
+                for failure in errors
             )
             raise WeightTransferError(
                 f"{message} {error}".strip(), untouched=untouched

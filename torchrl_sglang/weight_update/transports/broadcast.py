@@ -211,20 +211,20 @@ class BroadcastTransport(WeightTransport):
         size, small_below = self._options.bucket_bytes, SMALL_BELOW[self._backend]
         buckets = plan_buckets(weights.specs, size, small_below)
         traced, stable = self._loader is not None, weights.stable
-        groups = [buckets] if traced and stable else [[each] for each in buckets]
+        groups = [buckets] if traced and stable else [[bucket] for bucket in buckets]
         read = read_buckets(weights, size, small_below)
-        sent = 0
+        count = 0
         if self._loader is not None:
             self._loader.begin()
         try:
             for group in groups:
-                sent += len(group)
+                count += len(group)
                 self._send_buckets(
                     group,
                     read,
                     stable=stable,
-                    version=version if sent == len(buckets) else None,
-                    begun=sent > len(group),
+                    version=version if count == len(buckets) else None,
+                    begun=count > len(group),
                 )
             if not stable:
                 self._settle(keep=0)
@@ -281,7 +281,7 @@ class BroadcastTransport(WeightTransport):
     def _make_flight(
         self, bucket: Bucket, tensors: NamedTensors, stable: bool
     ) -> _Flight:
-        """Returns what is broadcast of a bucket, before it is."""
+        """Prepares the broadcasts of a bucket."""
         if bucket.small:
             parts = [flatten(bucket, tensors, self._device)]
         else:
@@ -290,11 +290,11 @@ class BroadcastTransport(WeightTransport):
                 tensors[spec.name].detach().to(self._device, spec.dtype).contiguous()
                 for spec in bucket.specs
             ]
-        own = {tensor.data_ptr() for tensor in tensors.values()}
+        addresses = {tensor.data_ptr() for tensor in tensors.values()}
         ready = None
         if self._backend == "nccl":
             ready = torch.cuda.current_stream(self._device).record_event()
-        owned = stable and own >= {part.data_ptr() for part in parts}
+        owned = stable and addresses >= {part.data_ptr() for part in parts}
         return _Flight(parts=parts, owned=owned, ready=ready)
 
     def _start(
@@ -440,7 +440,7 @@ class BroadcastTransport(WeightTransport):
             process_group.abandon(group, works, parts, self._backend)
 
     def _leave(self, *, given_up: bool) -> concurrent.futures.Future[Any]:
-        """Has the servers leave the group, after what they still wait for in it."""
+        """Makes the servers leave the group, ending broadcasts that they wait for."""
         loader, name = self._loader, self._group_name
         control = self._engine.control
 
@@ -456,7 +456,7 @@ class BroadcastTransport(WeightTransport):
 
         leaving = submit(leave())
         leaving.add_done_callback(
-            lambda left: torchrl_logger.debug(f"Servers left a group: {left}")
+            lambda future: torchrl_logger.debug(f"Servers left a group: {future}")
         )
         return leaving
 

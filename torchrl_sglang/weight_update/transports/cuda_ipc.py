@@ -115,15 +115,17 @@ class CudaIpcTransport(WeightTransport):
             # A rank on another GPU copies everything that it opens at once.
             capabilities = self._engine.capabilities
             alone = capabilities.tp_size == 1
-            near = all(reach.shares for reach in reaches)
-            self._in_place = alone and near and not ranks
+            same_gpu = all(reach.shares for reach in reaches)
+            self._in_place = alone and same_gpu and not ranks
             # Another GPU cannot write to memory that can be released. SGLang moves
             # tensors to the GPU of the rank first, and a flat run of them not.
             sleeps = capabilities.args.enable_memory_saver
             self._apart = sleeps and not self._in_place
             if ranks:
-                self._owners, near = assign(facts.servers, capabilities.tp_size, ranks)
-                self._apart = sleeps and not near
+                self._owners, same_gpu = assign(
+                    facts.servers, capabilities.tp_size, ranks
+                )
+                self._apart = sleeps and not same_gpu
         self._epoch = self._engine.control.membership_epoch
 
     def send(self, weights: Weights, *, version: str) -> int:
@@ -139,8 +141,8 @@ class CudaIpcTransport(WeightTransport):
         try:
             for content in self._contents(weights):
                 seen += content.num_tensors
-                last = seen == len(weights.specs)
-                in_flight.append(self._request(content, version if last else None))
+                ends = seen == len(weights.specs)
+                in_flight.append(self._request(content, version if ends else None))
                 count += 1
                 del content
                 # The next content takes the memory of all but the latest.
@@ -197,18 +199,18 @@ class CudaIpcTransport(WeightTransport):
             for bucket, tensors in read_buckets(weights, half):
                 yield content_of(bucket, tensors, self._device, apart=self._apart)
             return
-        found = read_all(weights)
+        tensors = read_all(weights)
         ready = {
-            s.name for s in weights.specs if is_ready(s, found[s.name], self._device)
+            s.name for s in weights.specs if is_ready(s, tensors[s.name], self._device)
         }
         together, apart = divide(weights.specs, ready, self._bucket_bytes)
         num_bytes = sum(spec.num_bytes for spec in together)
         one = num_bytes <= self._bucket_bytes
         size = self._bucket_bytes if one else max(self._bucket_bytes // 2, 1)
         for bucket in plan_buckets(together, size):
-            yield flat_content(bucket, flatten(bucket, found, self._device))
+            yield flat_content(bucket, flatten(bucket, tensors, self._device))
         if apart:
-            yield named(apart, found)
+            yield named(apart, tensors)
 
     def _traced_contents(self, weights: Weights) -> Iterator[Content]:
         """Yields the content of each request to the traced loader."""
@@ -219,14 +221,14 @@ class CudaIpcTransport(WeightTransport):
                 yield self._loader.flat(bucket.specs, flat)
                 del flat
             return
-        found = read_all(weights)
-        ready = [s for s in weights.specs if is_ready(s, found[s.name], device)]
+        tensors = read_all(weights)
+        ready = [s for s in weights.specs if is_ready(s, tensors[s.name], device)]
         if ready:
-            yield self._loader.memory(ready, found, apart=self._apart)
+            yield self._loader.memory(ready, tensors, apart=self._apart)
         names = {spec.name for spec in ready}
-        others = [spec for spec in weights.specs if spec.name not in names]
-        for bucket in plan_buckets(others, half):
-            yield self._loader.flat(bucket.specs, flatten(bucket, found, device))
+        unready = [spec for spec in weights.specs if spec.name not in names]
+        for bucket in plan_buckets(unready, half):
+            yield self._loader.flat(bucket.specs, flatten(bucket, tensors, device))
 
     def _request(self, content: Content, version: str | None) -> Future[None]:
         if self._device.type == "cuda":
@@ -239,8 +241,8 @@ class CudaIpcTransport(WeightTransport):
         for _ in range(0 if entries else self._engine.get_world_size()):
             # A handle is opened by one rank of one server; values are the same for all.
             if self._device.type == "cuda" or not entries:
-                entry, kept = pack(content.value)
-                content.kept += kept
+                entry, aliases = pack(content.value)
+                content.aliases += aliases
             entries.append(entry)
         return submit(self._post(entries, content.load_format, version))
 
@@ -252,14 +254,14 @@ class CudaIpcTransport(WeightTransport):
         A server could serve an abandoned request in the middle of the next update.
         """
         timeout = 2 * self._options.send_timeout + 10.0
-        outcomes = [each.exception(timeout) for each in in_flight]
+        outcomes = [request.exception(timeout) for request in in_flight]
         transfer = isinstance(error, WeightTransferError)
         if transfer:
             outcomes.append(error)
         answered = count - len(outcomes)
         untouched = answered <= 0 and all(
-            isinstance(each, WeightTransferError) and each.untouched
-            for each in outcomes
+            isinstance(failure, WeightTransferError) and failure.untouched
+            for failure in outcomes
         )
         self._epoch = -1
         self._loader.release()
@@ -315,11 +317,11 @@ def divide(
     up ``num_bytes``.
     """
     chosen = {spec.name for spec in specs if spec.name not in ready}
-    left = num_bytes - sum(spec.num_bytes for spec in specs if spec.name in chosen)
+    room = num_bytes - sum(spec.num_bytes for spec in specs if spec.name in chosen)
     candidates = [spec for spec in specs if spec.name in ready]
     for spec in sorted(candidates, key=lambda spec: spec.num_bytes):
-        left -= spec.num_bytes
-        if left < 0 or spec.num_bytes > TOGETHER_BELOW_BYTES:
+        room -= spec.num_bytes
+        if room < 0 or spec.num_bytes > TOGETHER_BELOW_BYTES:
             break
         chosen.add(spec.name)
     return (

@@ -154,8 +154,8 @@ def _exchange(
         for entry, owner in enumerate(plan.owners):
             if owner == ranks.position:
                 # A handle is opened by one rank of one server.
-                texts[entry], tensors = pack(content.value)
-                content.kept += tensors
+                texts[entry], aliases = pack(content.value)
+                content.aliases += aliases
     except Exception as error:  # noqa: BLE001 - Raised on the first rank.
         problem = f"Rank {ranks.position} of the trainer has no handles: {error}"
     messages = ranks.exchange((texts, problem))

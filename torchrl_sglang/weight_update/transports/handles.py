@@ -1,4 +1,4 @@
-"""Handles of a GPU's memory, as text: the content of the requests of ``cuda_ipc``.
+"""Pickled handles of a GPU's memory: the content of the requests of ``cuda_ipc``.
 
 Only handles travel, in a pickle with a short list of allowed types.
 """
@@ -38,7 +38,8 @@ class Content:
     value: Any
     num_tensors: int
     load_format: LoadFormat = None
-    kept: list[torch.Tensor] = field(default_factory=list)
+    aliases: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that keep the memory until servers have read it."""
     entries: list[str] | None = None
     """Text for each rank of each server, where several ranks of a trainer made it."""
 
@@ -96,26 +97,26 @@ def is_ready(spec: TensorSpec, tensor: torch.Tensor, device: torch.device) -> bo
 
 
 def pack(content: Any) -> tuple[str, list[torch.Tensor]]:
-    """Returns the text for one rank, and what must live until it was read.
+    """Pickles content for one rank; returns it, and aliases to keep until it is read.
 
     Values must be complete on their devices before the text is sent.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(content)
-    return base64.b64encode(buffer.getbuffer()).decode("ascii"), pickler.kept
+    return base64.b64encode(buffer.getbuffer()).decode("ascii"), pickler.aliases
 
 
 class _Pickler(pickle.Pickler):
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
-        self.kept: list[torch.Tensor] = []
+        self.aliases: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, torch.Tensor) or obj.device.type != "cuda":
             return NotImplemented
         alias = _alias(obj)
-        self.kept.append(alias)
+        self.aliases.append(alias)
         rebuild, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
         changed = list(arguments)
         # Processes number their GPUs differently. SGLang takes UUIDs, too.
@@ -132,22 +133,23 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     parameter one with every update.
     """
     storage = tensor.untyped_storage()
-    same = torch._C._construct_storage_from_data_pointer(
+    alias_storage = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), storage.device, storage.nbytes()
     )
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    alias.set_(same, tensor.storage_offset(), tensor.size(), tensor.stride())
+    alias.set_(alias_storage, tensor.storage_offset(), tensor.size(), tensor.stride())
     return alias
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[list[Any], torch.Tensor]:
-    """Returns what a server opens a tensor's memory with, for JSON, and what must live
-    until it has.
+    """Returns the IPC handle of a tensor's memory, for JSON, and an alias to keep.
+
+    The alias must live until a server has opened the memory.
     """
     alias = _alias(tensor)
     _, arguments = reductions.reduce_tensor(alias)  # type: ignore[no-untyped-call]
-    _, shape, stride, offset, _, dtype, _, handle, size, start, *rest = arguments
-    _, counter, counter_offset, event, _ = rest
+    _, shape, stride, offset, _, dtype, _, handle, size, start, *sync = arguments
+    _, counter, counter_offset, event, _ = sync
     facts = [
         gpu_uuid(tensor.device),
         str(dtype).removeprefix("torch."),

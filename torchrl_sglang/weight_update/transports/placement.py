@@ -96,4 +96,4 @@ def is_one_of(name: str, names: frozenset[str]) -> bool:
     """Returns whether a name of a GPU is one of its names."""
     # A UUID can be abbreviated.
     is_uuid = name.startswith("GPU-")
-    return name in names or (is_uuid and any(known.startswith(name) for known in names))
+    return name in names or (is_uuid and any(other.startswith(name) for other in names))

@@ -108,15 +108,15 @@ def listen_at(address: str, port: int) -> socket.socket:
 @contextmanager
 def _variable(name: str, value: str) -> Iterator[None]:
     """Sets an environment variable for a while."""
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = value
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
+            os.environ[name] = old_value
 
 
 def gloo_listens_on(address: str) -> AbstractContextManager[None]:
@@ -261,7 +261,7 @@ def share_nccl_settings(args: ServerArgs, *, refuse: bool) -> None:
 
 
 def prepare_nccl(args: ServerArgs | None) -> None:
-    """Sets what NCCL reads once, before this process makes its first communicator.
+    """Sets the variable that NCCL reads at the first communicator of this process.
 
     Ranks of a trainer talk to each other, too, and need the same value: one without an
     engine, which knows no arguments of servers, takes SGLang's own.

@@ -1,4 +1,4 @@
-"""Orders to the traced loader of servers, and what it answers.
+"""Orders to the traced loader of servers, and its answers.
 
 ``backends/launch/loaders/torchrl_sglang_loader.py`` carries them out in the servers. An
 order is JSON in the place of a tensor's name. An error in a loader would end its
@@ -43,15 +43,15 @@ Value = list[tuple[str, torch.Tensor]]
 """The content of a request."""
 
 
-def uses_traced_loader(engine: RLSGLangEngine, wanted: str) -> bool:
+def uses_traced_loader(engine: RLSGLangEngine, weight_loader: str) -> bool:
     """Returns whether servers load by traced copies.
 
     Args:
         engine: of the servers.
-        wanted: the scheme's ``weight_loader``.
+        weight_loader: the scheme's.
 
     Raises:
-        UnsupportedByServerError: if that is wanted and not possible.
+        UnsupportedByServerError: if it is ``"traced"``, which is not possible.
     """
     capabilities = engine.capabilities
     problem = None
@@ -59,17 +59,17 @@ def uses_traced_loader(engine: RLSGLangEngine, wanted: str) -> bool:
         problem = "The servers were not started with weight_loader='traced'."
     elif capabilities.draft is not None:
         problem = "The servers have a draft model, which takes weights as well."
-    if problem and wanted == "traced":
+    if problem and weight_loader == "traced":
         raise UnsupportedByServerError(
             f"weight_loader='traced' is not possible. {problem} Nothing was sent; "
             f"leave it out of the scheme, or start the servers with it and without a "
             f"draft model."
         )
-    return problem is None and wanted != "sglang"
+    return problem is None and weight_loader != "sglang"
 
 
 class TracedLoader:
-    """Gives orders to the traced loaders of an engine's servers.
+    """Orders to the traced loaders of an engine's servers.
 
     Args:
         engine: of the servers.
@@ -161,19 +161,19 @@ class TracedLoader:
         Servers keep that open, and it stays allocated, until other memory is sent or
         :meth:`forget`: the next update sends no handles.
         """
-        found = {spec.name: tensors[spec.name].detach() for spec in specs}
-        addresses = {name: each.data_ptr() for name, each in found.items()}
+        sources = {spec.name: tensors[spec.name].detach() for spec in specs}
+        addresses = {name: source.data_ptr() for name, source in sources.items()}
         content = Content(value=None, num_tensors=len(specs), load_format=TRACED_LOADER)
         if addresses == self._addresses:
             content.value = self.order("again", memory=self._memory)
             return content
-        self._sources, self._addresses = list(found.values()), addresses
+        self._sources, self._addresses = list(sources.values()), addresses
         self._memory = 1 + secrets.randbits(NUMBER_BITS)
         content.entries = []
         for rank in range(self._engine.get_world_size()):
             # A handle is opened by one rank of one server.
-            shared = [memory_of(each) for each in self._sources]
-            content.kept += [alias for _, alias in shared]
+            shared = [memory_of(source) for source in self._sources]
+            content.aliases += [alias for _, alias in shared]
             self._requests -= rank > 0
             value = self.order(
                 "open",
@@ -205,7 +205,7 @@ class TracedLoader:
             run_sync(self.check())
 
     async def check(self) -> None:
-        """Asks the servers whether they have loaded what was sent.
+        """Asks the servers whether they have loaded the weights.
 
         Raises:
             WeightTransferError: if one has not.
@@ -213,7 +213,7 @@ class TracedLoader:
         control = self._engine.control
         call = control.get_weights_by_name(QUESTION, 1, timeout=self._timeout)
         answers = await call
-        kept = True
+        open_memory = True
         for url, answer in zip(control.urls, answers, strict=True):
             update, requests, failed, traced, keeps = answer[:_FACTS]
             text = "".join(chr(int(letter)) for letter in answer[_FACTS:])
@@ -224,8 +224,8 @@ class TracedLoader:
                 )
             if not traced:
                 _warn_once(text)
-            kept = kept and bool(keeps)
-        if not kept:
+            open_memory = open_memory and bool(keeps)
+        if not open_memory:
             self.release()
 
     def release(self) -> None:
