@@ -12,6 +12,7 @@ case is assumed.
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager, nullcontext, suppress
@@ -55,42 +56,46 @@ class UpdateContent(Protocol):
         """Size of all tensors, as they are sent."""
 
 
-class Transfer(Protocol):
+class Transfer(abc.ABC):
     """Carries the bytes of updates, and orders nothing."""
 
-    @property
-    def name(self) -> str:
-        """Name of the transport in reports."""
-
-    @property
-    def why(self) -> str:
-        """Reason why the transport was chosen."""
-
-    @property
-    def wire_bytes(self) -> int | None:
-        """Bytes of the last update's requests, if they differ from the tensors'."""
-
-    @property
-    def route(self) -> WeightRoute | None:
-        """Route of whole weights into servers; ``None``: none are sent."""
-
-    @property
-    def in_session(self) -> bool:
-        """Whether servers take tensors only between begin and end calls."""
-
-    @property
-    def adapter_only(self) -> bool:
-        """Whether the transport loads an adapter beside the weights; no pause."""
+    name: str
+    """Name of the transport in reports."""
+    reason: str = ""
+    """Reason why the transport was chosen."""
+    route: WeightRoute | None = None
+    """Route by which servers load whole weights; ``None``: none are sent."""
+    in_session: bool = False
+    """Servers take the tensors only between begin and end calls, if they have these."""
+    adapter_only: bool = False
+    """Whether the transport loads an adapter beside the weights; nothing is paused."""
+    wire_bytes: int | None = None
+    """Bytes of the last update's requests to all servers together, where these are not
+    the bytes of the tensors."""
 
     @property
     def connected(self) -> bool:
-        """Whether :meth:`connect` is unnecessary."""
+        """Whether :meth:`send` can be called; False again after a failure."""
+        return True
 
-    def connect(self) -> None:
-        """Connects to the servers; touches no weights."""
+    def connect(self) -> None:  # noqa: B027 - Not every transport connects.
+        """Connects to the servers; touches no weights.
 
+        Raises:
+            WeightTransferError: if a server refuses or does not answer in time.
+            UnsupportedByServerError: if this transport cannot reach these servers.
+        """
+
+    @abc.abstractmethod
     def send(self, weights: Any, *, version: str) -> int:
-        """Makes every server load the weights; returns the number of transfers."""
+        """Makes every server load the weights, and returns the number of transfers.
+
+        They are read once, never more than a bucket ahead.
+
+        Raises:
+            WeightTransferError: if that failed; ``untouched`` is True if no server has
+                received anything.
+        """
 
 
 def update_weights(
@@ -158,7 +163,7 @@ def update_weights(
     report = SyncReport(
         version=version,
         transport=transport.name,
-        reason=transport.why,
+        reason=transport.reason,
         num_tensors=len(weights.specs),
         num_bytes=weights.num_bytes,
         wire_bytes=transport.wire_bytes,

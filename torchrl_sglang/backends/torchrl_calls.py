@@ -27,7 +27,7 @@ from torchrl_sglang.support.checks import (
 )
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.log import torchrl_logger
-from torchrl_sglang.types import Completion, WeightRoute
+from torchrl_sglang.types import Completion
 
 WEIGHT_UPDATE_GROUP = "weight_update_group"
 """SGLang's own name for the process group of weight broadcasts."""
@@ -208,23 +208,17 @@ class _Announced:
         return self.shape.numel() * self.dtype.itemsize
 
 
-class _Broadcast:
+class _Broadcast(session.Transfer):
     """Transport in which servers receive a trainer's own broadcasts."""
 
     name = "broadcast"
-    route: WeightRoute = "distributed"
+    route = "distributed"
     in_session = True
-    adapter_only = False
-    why = "The trainer called update_weights_from_distributed()."
-    wire_bytes = None
-    connected = True
+    reason = "The trainer called update_weights_from_distributed()."
 
     def __init__(self, engine: RLSGLangEngine, timeout: float) -> None:
         self._control = engine.control
         self._timeout = timeout
-
-    def connect(self) -> None:
-        """Does nothing: the trainer has called :meth:`init_weight_update_group`."""
 
     def send(self, weights: _Announced, *, version: str) -> int:
         """Announces the tensor to the servers, and waits until they have it."""

@@ -66,7 +66,7 @@ class SchemeOptions(TransportOptions):
         options = check_options(
             self.transport,
             self.transport_options,
-            others=[option.name for option in fields(self)],
+            arguments=[option.name for option in fields(self)],
             **self._shared,
         )
         self._set("transport_options", options)

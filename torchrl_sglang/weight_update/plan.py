@@ -177,5 +177,5 @@ def make_transport(
         check_used(name, options.transport_options)
         torchrl_logger.info(f"Weights go by {name!r}: {reason}")
     transport = TRANSPORTS[name](engine, options.options_of(name), device=device)
-    transport.why, transport.trainer_gpus = reason, gpus
+    transport.reason, transport.trainer_gpus = reason, gpus
     return transport

@@ -22,7 +22,7 @@ class Nothing:
     """A transport that carries nothing, in a session."""
 
     name, in_session, adapter_only, connected = "nothing", True, False, True
-    why, route, wire_bytes = "It is a test.", None, None
+    reason, route, wire_bytes = "It is a test.", None, None
 
     def send(self, weights: Weights, *, version: str) -> int:
         return 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, get_args
 
 import torch
 
+from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -18,8 +18,7 @@ from torchrl_sglang.errors import (
     WeightTransferError,
 )
 from torchrl_sglang.support.checks import check_count, check_seconds
-from torchrl_sglang.types import DraftUpdate, WeightLoader, WeightRoute
-from torchrl_sglang.weight_update.weights import Weights
+from torchrl_sglang.types import DraftUpdate, WeightLoader
 
 BUCKET_BYTES = 2 << 30
 """Default size of a bucket: a request takes a server some milliseconds, and a link of
@@ -65,28 +64,16 @@ class TransportOptions:
         object.__setattr__(self, name, value)
 
 
-class WeightTransport(abc.ABC):
+class WeightTransport(session.Transfer):
     """Carries weights to every server of an engine.
 
     ``session.py`` pauses, flushes and resumes. No call may hang: each has a timeout,
-    and a collective runs where it can be abandoned.
+    and a collective runs where it can be abandoned. ``name`` is also the name in
+    ``SGLangWeightSyncScheme(transport=...)``.
     """
 
-    name: ClassVar[str]
-    """Name in ``SGLangWeightSyncScheme(transport=...)`` and in reports."""
-    route: ClassVar[WeightRoute | None] = None
-    """Route by which servers load whole weights; ``None``: none are sent."""
-    in_session: ClassVar[bool] = False
-    """Servers take the tensors only between begin and end calls, if they have these."""
-    adapter_only: ClassVar[bool] = False
-    """Whether the transport loads an adapter beside the weights; nothing is paused."""
     options_type: ClassVar[type[TransportOptions]] = TransportOptions
     """Type of the options, which are arguments of the scheme."""
-    why: str = ""
-    """Reason why the transport was chosen."""
-    wire_bytes: int | None = None
-    """Bytes of the last update's requests to all servers together, where these are not
-    those of the tensors."""
     trainer_gpus: tuple[frozenset[str], ...] = ()
     """Names of the GPU of each rank that holds the weights, if several do."""
 
@@ -97,19 +84,6 @@ class WeightTransport(abc.ABC):
         self._options: Any = options or self.options_type()
         # Where buckets are put together.
         self._device = device
-
-    @property
-    def connected(self) -> bool:
-        """Whether :meth:`send` can be called; False again after a failure."""
-        return True
-
-    def connect(self) -> None:  # noqa: B027 - Not every transport connects.
-        """Connects to the servers; touches no weights.
-
-        Raises:
-            WeightTransferError: if a server refuses or does not answer in time.
-            UnsupportedByServerError: if this transport cannot reach these servers.
-        """
 
     def _refuse_stages(self) -> None:
         """Refuses servers that take weights from files only."""
@@ -122,18 +96,7 @@ class WeightTransport(abc.ABC):
                 f"transport='disk', or several servers (num_replicas) for dp_size."
             )
 
-    @abc.abstractmethod
-    def send(self, weights: Weights, *, version: str) -> int:
-        """Makes every server load the weights, and returns the number of transfers.
-
-        They are read once, never more than a bucket ahead.
-
-        Raises:
-            WeightTransferError: if that failed; ``untouched`` is True if no server has
-                received anything.
-        """
-
-    def close(self) -> None:  # noqa: B027 - Likewise.
+    def close(self) -> None:
         """Disconnects from the servers. Safe to call twice; never waits long."""
 
 

@@ -109,7 +109,7 @@ class CudaIpcTransport(WeightTransport):
                 if reach.opens is False:
                     raise UnsupportedByServerError(
                         f"The server at {reach.url} cannot open the memory of the "
-                        f"weights on {self._device}: {reach.why} Use "
+                        f"weights on {self._device}: {reach.reason} Use "
                         f"transport='broadcast', or transport='disk'."
                     )
             # A rank on another GPU copies everything that it opens at once.

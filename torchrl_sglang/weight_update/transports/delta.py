@@ -345,7 +345,7 @@ class DeltaTransport(WeightTransport):
 
     def _report(self, weights: Weights, lines: list[DeltaLine], changed: int) -> None:
         """Says in the report what was sent."""
-        self._reason = self.why if self._reason is None else self._reason
+        self._reason = self.reason if self._reason is None else self._reason
         self.wire_bytes = sum(line.wire_bytes for line in lines)
         total = sum(spec.shape.numel() for spec in weights.specs)
         share = f"the {changed / max(total, 1):.2%} of elements that changed"
@@ -353,7 +353,7 @@ class DeltaTransport(WeightTransport):
             f"{len(line.urls)} server(s): {share if line.writer.base else 'everything'}"
             for line in lines
         ]
-        self.why = f"{self._reason} Sent to {', to '.join(texts)}."
+        self.reason = f"{self._reason} Sent to {', to '.join(texts)}."
 
 
 @dataclass(kw_only=True)

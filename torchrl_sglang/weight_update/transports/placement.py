@@ -40,7 +40,7 @@ class IpcAccess:
     """Whether the server can; ``None`` where its visible GPUs are unknown."""
     shares: bool = False
     """Whether a rank of the server computes on the GPU of the weights."""
-    why: str = ""
+    reason: str = ""
     """Reason why the server cannot."""
 
 
@@ -79,17 +79,17 @@ def gpu_uuid(device: torch.device) -> str:
 def reach_of(server: ServerPlacement, facts: Topology) -> IpcAccess:
     """Returns whether a server can open the memory of the weights. Pure."""
     if server.device not in ("cuda", None):
-        why = f"It computes on {server.device!r}."
+        reason = f"It computes on {server.device!r}."
     elif not server.local:
-        why = "It runs on another machine."
+        reason = "It runs on another machine."
     elif server.visible_gpus is None:
         return IpcAccess(url=server.url, opens=None)
     elif any(is_one_of(name, facts.gpu_names) for name in server.visible_gpus):
         shares = any(is_one_of(name, facts.gpu_names) for name in server.gpus or ())
         return IpcAccess(url=server.url, opens=True, shares=shares)
     else:
-        why = f"It sees the GPUs {', '.join(server.visible_gpus) or 'none'} only."
-    return IpcAccess(url=server.url, opens=False, why=why)
+        reason = f"It sees the GPUs {', '.join(server.visible_gpus) or 'none'} only."
+    return IpcAccess(url=server.url, opens=False, reason=reason)
 
 
 def is_one_of(name: str, names: frozenset[str]) -> bool:

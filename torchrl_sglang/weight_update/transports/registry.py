@@ -50,41 +50,41 @@ _OPTIONS: Mapping[str, tuple[str, Any]] = {
 
 def check_options(
     transport: str,
-    given: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
-    others: Iterable[str] = (),
+    arguments: Iterable[str] = (),
     **shared: Any,
 ) -> dict[str, Any]:
-    """Validates a scheme's options, and returns ``given`` without default values.
+    """Validates the options of single transports; returns those without a default.
 
-    ``given`` has the options of single transports, ``shared`` those that all have, and
-    ``others`` are the scheme's own, which may be meant by an option that nobody has.
+    ``shared`` has the options of every transport, and ``arguments`` are further ones of
+    the scheme, which a wrong name may mean.
     """
-    known = [AUTO, *sorted(TRANSPORTS)]
-    if transport not in known:
+    names = [AUTO, *sorted(TRANSPORTS)]
+    if transport not in names:
         raise ConfigurationError(
-            f"transport={transport!r} is not one of {', '.join(map(repr, known))}."
+            f"transport={transport!r} is not one of {', '.join(map(repr, names))}."
         )
-    for option in given:
+    for option in options:
         if option not in _OPTIONS:
-            near = nearest(option, (*_OPTIONS, *others))
-            hint = f"did you mean {near!r}?" if near else "leave it out."
+            name = nearest(option, (*_OPTIONS, *arguments))
+            hint = f"did you mean {name!r}?" if name else "leave it out."
             raise ConfigurationError(
                 f"SGLangWeightSyncScheme has no argument {option!r}; {hint}"
             )
-    given = {name: each for name, each in given.items() if each != _OPTIONS[name][1]}
+    options = {name: v for name, v in options.items() if v != _OPTIONS[name][1]}
     if transport != AUTO:
-        check_used(transport, given)
-    for name in {transport, *(_OPTIONS[option][0] for option in given)} - {AUTO}:
-        make_options(name, given, **shared)
-    if "directory" in given:
-        check_used(DiskTransport.name, given)
-    return given
+        check_used(transport, options)
+    for name in {transport, *(_OPTIONS[option][0] for option in options)} - {AUTO}:
+        make_options(name, options, **shared)
+    if "directory" in options:
+        check_used(DiskTransport.name, options)
+    return options
 
 
-def check_used(transport: str, given: Mapping[str, Any]) -> None:
+def check_used(transport: str, options: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigurationError` for an option of another transport."""
-    for option, value in given.items():
+    for option, value in options.items():
         owner, _ = _OPTIONS[option]
         if owner != transport:
             raise ConfigurationError(
@@ -94,11 +94,11 @@ def check_used(transport: str, given: Mapping[str, Any]) -> None:
 
 
 def make_options(
-    transport: str, given: Mapping[str, Any], **shared: Any
+    transport: str, options: Mapping[str, Any], **shared: Any
 ) -> TransportOptions:
-    """Makes the options of one transport from those of a scheme."""
-    own = {name: each for name, each in given.items() if _OPTIONS[name][0] == transport}
-    return TRANSPORTS[transport].options_type(**own, **shared)
+    """Makes the options of one transport from the scheme's."""
+    values = {name: v for name, v in options.items() if _OPTIONS[name][0] == transport}
+    return TRANSPORTS[transport].options_type(**values, **shared)
 
 
 def choose(facts: Topology) -> tuple[str, str]:
@@ -114,21 +114,21 @@ def choose(facts: Topology) -> tuple[str, str]:
     if any(reach.shares for reach in reaches):
         for reach in reaches:
             if not reach.opens:
-                why = reach.why or "It is not known which GPUs it sees."
+                reason = reach.reason or "It is not known which GPUs it sees."
                 raise ConfigurationError(
                     f"A server computes on the GPU of the weights ({facts.device}), "
                     f"which NCCL does not allow, and the server at {reach.url} cannot "
-                    f"open their memory: {why} To send files, {_GIVE_DIRECTORY}"
+                    f"open their memory: {reason} To send files, {_GIVE_DIRECTORY}"
                 )
-        why = f"The servers share the GPU of the weights, {facts.device}."
-        return CudaIpcTransport.name, why
+        reason = f"The servers share the GPU of the weights, {facts.device}."
+        return CudaIpcTransport.name, reason
     if not facts.device.startswith("cuda"):
-        why = f"The weights are on {facts.device}, which servers do not share."
+        reason = f"The weights are on {facts.device}, which servers do not share."
     elif all(server.gpus is not None for server in facts.servers):
-        why = f"The servers compute elsewhere than on {facts.device}."
+        reason = f"The servers compute elsewhere than on {facts.device}."
     else:
-        why = (
+        reason = (
             f"It is not known that the servers share the GPU of the weights, "
             f"{facts.device}; if they do, give transport='cuda_ipc'."
         )
-    return BroadcastTransport.name, why
+    return BroadcastTransport.name, reason

@@ -117,7 +117,7 @@ def test_nothing_works_without_a_directory(known, words):
 def test_reach(place, opens, shares):
     reach = reach_of(place, facts(place))
     assert (reach.opens, reach.shares) == (opens, shares)
-    assert bool(reach.why) == (opens is False)
+    assert bool(reach.reason) == (opens is False)
 
 
 def test_auto_takes_every_argument_that_one_transport_uses():
