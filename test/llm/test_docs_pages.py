@@ -23,6 +23,7 @@ from torchrl_sglang.requests.sampling import (
     SAMPLING_ALIASES,
     SAMPLING_PARAMETERS,
 )
+from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.transports.registry import TRANSPORTS
 
 SOURCE = Path(__file__).parents[2] / "docs" / "source"
@@ -73,8 +74,11 @@ def keywords(call: str, arguments: set[str]) -> set[str]:
     if call == "SGLangWeightSyncScheme":
         names |= {
             option.name
-            for kind in TRANSPORTS.values()
-            for option in fields(kind.options_type)
+            for kind in (
+                SchemeOptions,
+                *(row.options_type for row in TRANSPORTS.values()),
+            )
+            for option in fields(kind)
         }
     return names
 

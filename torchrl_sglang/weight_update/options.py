@@ -49,6 +49,16 @@ class SchemeOptions(TransportOptions):
     encoding: WeightEncoding | str = AUTO_ENCODING
     process_group: dist.ProcessGroup | None = None
 
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> SchemeOptions:
+        """Makes them of a scheme's arguments, with the options of single transports."""
+        names = {option.name for option in fields(cls)} - {"transport_options"}
+        values = {name: arguments[name] for name in names & arguments.keys()}
+        if values.get("pause_mode", "") is None:
+            del values["pause_mode"]
+        others = {name: v for name, v in arguments.items() if name not in names}
+        return cls(**values, transport_options=others)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pause_mode not in get_args(PauseMode):

@@ -6,13 +6,11 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 from torchrl.weight_update import WeightSyncScheme
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
-from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -26,21 +24,12 @@ from torchrl_sglang.support.urls import (
     normalize_url,
     split_credentials,
 )
-from torchrl_sglang.types import DraftUpdate, ModelMetadata, PauseMode
-from torchrl_sglang.weight_update.encodings.base import WeightEncoding
-from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
+from torchrl_sglang.types import ModelMetadata
 from torchrl_sglang.weight_update.options import (
-    RESTART_TIMEOUT_SECONDS,
     SchemeOptions,
-    WaitFor,
 )
 from torchrl_sglang.weight_update.sender import SGLangWeightSender
-from torchrl_sglang.weight_update.transports.base import (
-    BUCKET_BYTES,
-    SEND_TIMEOUT_SECONDS,
-)
 from torchrl_sglang.weight_update.transports.process_group import prepare_nccl
-from torchrl_sglang.weight_update.transports.registry import AUTO
 
 
 class SGLangWeightSyncScheme(WeightSyncScheme):
@@ -138,8 +127,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         server_url (str, optional): URL of the engine, likewise.
         gpus_per_replica (int, optional): GPUs of one server; only checked.
         num_replicas (int, optional): number of servers; only checked.
-        **transport_options: options of single transports: see
-            :class:`.BroadcastOptions`, :class:`.DiskOptions` and :class:`.LoraOptions`.
+        **options: of single transports: see :class:`.BroadcastOptions`,
+            :class:`.DiskOptions` and :class:`.LoraOptions`.
 
     Raises:
         ConfigurationError: if an argument is wrong.
@@ -161,25 +150,11 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         *,
         master_address: str | None = None,
         strategy: Literal["tensordict", "state_dict"] = "tensordict",
-        transport: str = AUTO,
-        device: torch.device | str | int | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        pause_mode: PauseMode | None = None,
-        flush_cache: bool = True,
         flush_cache_on_update: bool | None = None,
-        send_timeout: float = SEND_TIMEOUT_SECONDS,
-        control_timeout: float = CONTROL_TIMEOUT_SECONDS,
-        restart_timeout: float = RESTART_TIMEOUT_SECONDS,
-        wait_for: WaitFor = "any",
-        verify: bool = False,
-        encoding: WeightEncoding | str = AUTO_ENCODING,
-        draft: DraftUpdate = "auto",
-        process_group: dist.ProcessGroup | None = None,
-        weight_loader: Literal["auto", "sglang", "traced"] = "auto",
         server_url: str | None = None,
         gpus_per_replica: int | None = None,
         num_replicas: int | None = None,
-        **transport_options: Any,
+        **options: Any,
     ) -> None:
         if strategy not in ("tensordict", "state_dict"):
             raise ConfigurationError(
@@ -200,28 +175,10 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         # TorchRL warns of the other one, which makes no difference here.
         super().__init__("tensordict")
         if flush_cache_on_update is not None:
-            flush_cache = check_flag("flush_cache_on_update", flush_cache_on_update)
-        self.options = SchemeOptions(
-            transport=transport,
-            transport_options={
-                "master_address": master_address,
-                "master_port": master_port,
-                **transport_options,
-            },
-            bucket_bytes=bucket_bytes,
-            send_timeout=send_timeout,
-            control_timeout=control_timeout,
-            restart_timeout=restart_timeout,
-            wait_for=wait_for,
-            device=device,
-            pause_mode="continue" if pause_mode is None else pause_mode,
-            flush_cache=flush_cache,
-            verify=verify,
-            encoding=encoding,
-            draft=draft,
-            process_group=process_group,
-            weight_loader=weight_loader,
-        )
+            flag = check_flag("flush_cache_on_update", flush_cache_on_update)
+            options["flush_cache"] = flag
+        options |= {"master_address": master_address, "master_port": master_port}
+        self.options = SchemeOptions.from_arguments(options)
         self._expected = {
             "num_gpus": num_gpus,
             "gpus_per_replica": gpus_per_replica,
