@@ -36,13 +36,7 @@ from torchrl_sglang.weight_update.weights import Weights
 def fill(
     new: RLSGLangEngine, serving: RLSGLangEngine, plan: UpdatePlan, version: str
 ) -> SyncReport:
-    """Sends weights to new servers, and gives them the version of those that serve.
-
-    Args:
-        new: the new servers alone.
-        serving: servers that have the weights.
-        plan: of the update that these have.
-        version: of these weights.
+    """Sends the serving servers' weights to new ones, and gives them their version.
 
     Raises:
         WeightMismatchError: if a new server then holds or computes something else than

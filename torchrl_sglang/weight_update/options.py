@@ -56,8 +56,8 @@ class SchemeOptions(TransportOptions):
         values = {name: arguments[name] for name in names & arguments.keys()}
         if values.get("pause_mode", "") is None:
             del values["pause_mode"]
-        others = {name: v for name, v in arguments.items() if name not in names}
-        return cls(**values, transport_options=others)
+        options = {name: v for name, v in arguments.items() if name not in names}
+        return cls(**values, transport_options=options)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -49,13 +49,9 @@ def resolve(
     exporters: ExporterCache,
     takes_adapter: Callable[[Source], bool],
 ) -> Source:
-    """Resolves weights into whole ones or a LoRA adapter, and the ranks with a part.
+    """Resolves the caller's weights into whole ones, or into a LoRA adapter alone.
 
-    Args:
-        weights: the caller's.
-        options: of the scheme.
-        exporters: knows the tensors of earlier exporters.
-        takes_adapter: whether the servers take an adapter; called on a single rank.
+    ``takes_adapter`` returns whether the servers take one; a single rank calls it.
     """
     adapter = None
     if options.transport != AUTO:
@@ -117,11 +113,8 @@ def plan_update(
 ) -> UpdatePlan:
     """Plans an update of a source, validated against the served model.
 
-    Args:
-        source: the trainer's tensors.
-        served: the served model; ``None`` for an adapter, which needs none.
-        options: of the scheme.
-        fingerprinted: take fingerprints of the tensors, if one rank holds them whole.
+    An adapter needs none. ``fingerprinted`` takes fingerprints of the tensors, if one
+    rank holds them whole.
 
     Raises:
         WeightMismatchError: if they do not fit.
@@ -152,14 +145,9 @@ def make_transport(
     adapter: bool = False,
     gpus: tuple[frozenset[str], ...] = (),
 ) -> WeightTransport:
-    """Makes the transport to an engine's servers.
+    """Makes the transport to an engine's servers, for weights on a device.
 
-    Args:
-        options: of the scheme; ``"auto"`` takes the fastest transport that works.
-        engine: of the servers.
-        device: of the weights.
-        adapter: whether they are a LoRA adapter.
-        gpus: names of the GPU of each rank that holds the weights, if several do.
+    ``gpus`` names the GPU of each rank that holds them, if several do.
     """
     if isinstance(options.device, torch.device):
         device = options.device

@@ -89,12 +89,8 @@ class Ranks:
     ) -> SyncReport:
         """Sends a source from the first rank; all ranks call this, each with its part.
 
-        All return the first rank's report or raise its error.
-
-        Args:
-            source: this rank's.
-            send: called on the first rank.
-            follow: called on the others, if the transport makes them take part.
+        All return the first rank's report or raise its error. The first one calls
+        ``send``; the others ``follow``, if the transport makes them take part.
         """
         machine = platform.node()
         places = self.exchange((machine, _gpu_names(source)))

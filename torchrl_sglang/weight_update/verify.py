@@ -170,15 +170,15 @@ def _compare_values(engine: RLSGLangEngine, name: str, expected: torch.Tensor) -
     rows = run_sync(engine.control.get_weights_by_name(name, len(expected)))
     for url, values in zip(engine.control.urls, map(to_floats, rows), strict=True):
         # A rank of a tensor-parallel server may hold fewer rows.
-        wanted = expected[: len(values)]
-        wanted = wanted.where(wanted.isfinite(), torch.nan)
-        equal = values.shape == wanted.shape and torch.allclose(
-            values, wanted, rtol=0, atol=0, equal_nan=True
+        reference = expected[: len(values)]
+        reference = reference.where(reference.isfinite(), torch.nan)
+        equal = values.shape == reference.shape and torch.allclose(
+            values, reference, rtol=0, atol=0, equal_nan=True
         )
         if not equal:
             starts = [
                 [round(value, 6) for value in numbers.flatten()[:4].tolist()]
-                for numbers in (values, wanted)
+                for numbers in (values, reference)
             ]
             raise WeightMismatchError(
                 f"After the update to {url}, {name} is not what was sent there: it "

@@ -74,14 +74,9 @@ def why_full(
     state: DeltaState | None,
     versions: tuple[str, str],
 ) -> str | None:
-    """Returns why a server has to be sent all weights; None: changes are enough. Pure.
+    """Returns the reason to send a server all weights; None: changes are enough. Pure.
 
-    Args:
-        url: of the server.
-        baseline: what servers have acknowledged, if anything.
-        specs: the tensors to send.
-        state: what its loader tells.
-        versions: of the weights, by the server and by the engine.
+    ``state`` is its loader's, and ``versions`` the weights', by server and engine.
     """
     if baseline is None or url not in baseline.servers:
         return "it has acknowledged no weights of this sender"
@@ -140,18 +135,18 @@ class DeltaTransport(WeightTransport):
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Sends changes, or all weights; returns the number of messages."""
-        before, self._baseline = self._baseline, None
+        baseline, self._baseline = self._baseline, None
         try:
-            lines = self._lines(weights.specs, before)
+            lines = self._lines(weights.specs, baseline)
         except ServerError as error:
             raise WeightTransferError(
                 f"The servers could not be asked which weights they hold: {error}",
                 untouched=True,
             ) from error
-        if before is None or before.specs != weights.specs:
-            before = Baseline(token="", version="", specs=weights.specs)
+        if baseline is None or baseline.specs != weights.specs:
+            baseline = Baseline(token="", version="", specs=weights.specs)
         try:
-            changed = self._write(weights, lines, before)
+            changed = self._write(weights, lines, baseline)
             for line in lines:
                 line.finish()
             self._name_version(version)
@@ -160,21 +155,21 @@ class DeltaTransport(WeightTransport):
             if not isinstance(error, Exception):
                 raise
             raise failure from error
-        before.token, before.version = lines[0].writer.update, version
-        before.servers = frozenset(self._engine.control.urls)
-        self._baseline = before
+        baseline.token, baseline.version = lines[0].writer.update, version
+        baseline.servers = frozenset(self._engine.control.urls)
+        self._baseline = baseline
         self._report(weights, lines, changed)
         return sum(line.writer.number for line in lines)
 
     def close(self) -> None:
-        """Forgets what the servers have, so that the next update sends all weights."""
+        """Forgets the baseline, so that the next update sends all weights."""
         self._connected = False
         self._baseline = None
 
     def _lines(
         self, specs: tuple[TensorSpec, ...], baseline: Baseline | None
     ) -> list[DeltaLine]:
-        """Asks the servers what they hold; returns who is sent what."""
+        """Groups the servers by the weights that they hold."""
         control, timeout = self._engine.control, STATE_SECONDS
         urls = list(control.urls)
         states = {
@@ -197,8 +192,8 @@ class DeltaTransport(WeightTransport):
             base = baseline.token if baseline is not None and changes else ""
             writer = DeltaWriter(update=token, base=base, specs=specs)
             if group:
-                known = [state for url in group if (state := states[url]) is not None]
-                whole = {number for state in known for number in state.whole}
+                group_states = filter(None, (states[url] for url in group))
+                whole = {number for state in group_states for number in state.whole}
                 lines.append(
                     DeltaLine(transport=self, urls=group, writer=writer, whole=whole)
                 )
@@ -209,17 +204,17 @@ class DeltaTransport(WeightTransport):
         return lines
 
     def _check_loaders(self, urls: list[str]) -> None:
-        """Refuses servers that tell nothing because they have no loader any more.
+        """Refuses servers without a state that have no loader any more.
 
         They were started again by someone else, and would end at the first message.
         """
         if not urls:
             return
         control = self._engine.control
-        found = run_sync(control.weight_loaders(timeout=STATE_SECONDS, urls=urls))
+        loaders = run_sync(control.weight_loaders(timeout=STATE_SECONDS, urls=urls))
         lacking = [
             url
-            for url, names in zip(urls, found, strict=True)
+            for url, names in zip(urls, loaders, strict=True)
             if loader.LOADER not in names
         ]
         if lacking:
@@ -253,8 +248,7 @@ class DeltaTransport(WeightTransport):
         baseline: Baseline,
     ) -> int:
         changed = 0
-        known = spec.name in baseline.bits
-        if not known:
+        if spec.name not in baseline.bits:
             kind = loader.INTEGERS[spec.dtype.itemsize]
             baseline.bits[spec.name] = torch.empty(len(flat), dtype=kind)
         held = baseline.bits[spec.name]
@@ -291,11 +285,11 @@ class DeltaTransport(WeightTransport):
         )
 
     async def post(self, line: DeltaLine, message: bytes, *, last: bool) -> None:
-        """Posts a message to the servers of a line, which say that they took it."""
+        """Posts a message to the servers of a line, which acknowledge it."""
         content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         entry, _ = pack([(loader.PAYLOAD, content)])
         # The first rank of a server gives it to the others.
-        others = [pack([])[0]] * (self._engine.capabilities.tp_size - 1)
+        empty = [pack([])[0]] * (self._engine.capabilities.tp_size - 1)
         number, control = line.posted, self._engine.control
         line.posted += 1
         line.wire_bytes += len(entry) * len(line.urls)
@@ -303,17 +297,17 @@ class DeltaTransport(WeightTransport):
         async def call(_: int, url: str) -> None:
             await control.update_weights_from(
                 "tensor",
-                serialized_named_tensors=[entry, *others],
+                serialized_named_tensors=[entry, *empty],
                 load_format=loader.LOADER,
                 weight_version=None,
                 timeout=self._options.send_timeout,
                 draft=self._options.draft,
                 urls=[url],
             )
-            told = await control.loader_states(
+            states = await control.loader_states(
                 loader.STATE, timeout=STATE_SECONDS, urls=[url]
             )
-            state = DeltaState.read(told[url])
+            state = DeltaState.read(states[url])
             problem = _problem(state, line.writer.update, number, last=last)
             if problem:
                 raise WeightTransferError(
@@ -334,17 +328,17 @@ class DeltaTransport(WeightTransport):
         timeout = self._options.send_timeout + STATE_SECONDS + 10.0
         untouched = True
         for line in lines:
-            sent = line.in_flight
-            failure = None if sent is None else sent.exception(timeout)
+            message = line.in_flight
+            failure = None if message is None else message.exception(timeout)
             refused = isinstance(failure, WeightTransferError) and failure.untouched
             # The first message, and no server has loaded it.
             untouched &= line.posted == 0 or (line.posted == 1 and refused)
-        own = isinstance(error, WeightTransferError)
-        message = str(error) if own else f"The weights did not arrive: {error}"
-        return WeightTransferError(message, untouched=untouched)
+        transfer = isinstance(error, WeightTransferError)
+        text = str(error) if transfer else f"The weights did not arrive: {error}"
+        return WeightTransferError(text, untouched=untouched)
 
     def _report(self, weights: Weights, lines: list[DeltaLine], changed: int) -> None:
-        """Says in the report what was sent."""
+        """Reports the share of elements that was sent."""
         self._reason = self.reason if self._reason is None else self._reason
         self.wire_bytes = sum(line.wire_bytes for line in lines)
         total = sum(spec.shape.numel() for spec in weights.specs)
@@ -397,7 +391,7 @@ class DeltaLine:
 def _problem(
     state: DeltaState | None, update: str, number: int, *, last: bool
 ) -> str | None:
-    """Returns what is wrong with a server's answer to a message; None: nothing."""
+    """Returns the problem in a server's answer to a message; None: it has none."""
     if state is not None and state.outcome != loader.OK:
         return _OUTCOMES.get(state.outcome, "could not load the weights")
     if state is None or state.update != update:

@@ -1,4 +1,4 @@
-"""Messages of a weight update over HTTP: what they hold, and how small. Pure.
+"""Messages of a weight update over HTTP, made small. Pure.
 
 ``torchrl_sglang_delta.py`` reads them in the server, and says what an update consists
 of. A message has tensors, or the changed elements of some: the numbers of unchanged
@@ -32,7 +32,7 @@ GAP_SIZES = (1, 2)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeltaState:
-    """What the loader in a server tells of its updates."""
+    """State of the loader in a server."""
 
     token: str
     """The update whose weights the server holds; empty: none that it knows."""
@@ -95,31 +95,27 @@ def all_of(
 ) -> MessagePart:
     """Makes the part with all elements of a range.
 
-    Args:
-        tensor: its number.
-        begin: the first element.
-        bits: the range's.
-        whole: the tensor is loaded when all its ranges have come. Otherwise these
-            elements are put where the earlier ones are.
+    The range of the tensor with this number starts at ``begin``. A ``whole`` tensor is
+    loaded when all its ranges have come; otherwise these elements replace earlier ones.
     """
     entry = _entry(tensor, begin, bits, gap_bytes=0, gap_size=1, whole=whole)
     return MessagePart(entry=entry, pieces=(_planes(bits),))
 
 
 def changes_of(
-    tensor: int, begin: int, bits: torch.Tensor, before: torch.Tensor
+    tensor: int, begin: int, bits: torch.Tensor, old_bits: torch.Tensor
 ) -> tuple[MessagePart | None, torch.Tensor]:
     """Makes the part with the changed elements of a range.
 
     Returns:
         The part, or None if nothing has changed, and the places of what has.
     """
-    indices = (bits != before).nonzero().view(-1)
+    indices = (bits != old_bits).nonzero().view(-1)
     if not len(indices):
         return None, indices
     gaps, size = _write_gaps(indices)
-    difference = bits[indices] - before[indices]
-    # Small whatever the sign: 0, -1, 1, -2, ... become 0, 1, 2, 3.
+    difference = bits[indices] - old_bits[indices]
+    # Zigzag-encoded: 0, -1, 1, -2, ... become 0, 1, 2, 3.
     small = (difference << 1) ^ (difference >> (8 * bits.element_size() - 1))
     if len(gaps) + small.nbytes >= bits.nbytes:
         return all_of(tensor, begin, bits, whole=False), indices
@@ -150,7 +146,7 @@ def _entry(
 
 
 def _planes(values: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of integers, those of equal significance together."""
+    """Returns the bytes of integers, grouped by significance."""
     size = values.element_size()
     return values.contiguous().view(torch.uint8).view(-1, size).t().reshape(-1)
 
@@ -159,19 +155,19 @@ def _write_gaps(indices: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Returns the numbers of unchanged elements before each, and bytes of a number."""
     start = indices.new_tensor([-1])
     gaps = torch.diff(indices, prepend=start) - 1
-    found: list[tuple[torch.Tensor, int]] = []
+    encodings: list[tuple[torch.Tensor, int]] = []
     for size in GAP_SIZES:
-        most = (1 << 8 * size) - 1
+        limit = (1 << 8 * size) - 1
         # The greatest number is followed by no changed element.
-        skips = gaps // most
+        skips = gaps // limit
         places = (skips + 1).cumsum(0) - 1
-        numbers = torch.full((int(places[-1]) + 1,), most, device=gaps.device)
-        numbers[places] = gaps - skips * most
+        numbers = torch.full((int(places[-1]) + 1,), limit, device=gaps.device)
+        numbers[places] = gaps - skips * limit
         narrow = numbers.to(torch.uint8 if size == 1 else loader.INTEGERS[size])
-        found.append((narrow.view(torch.uint8), size))
+        encodings.append((narrow.view(torch.uint8), size))
         if not skips.any():
             break
-    return min(found, key=lambda each: len(each[0]))
+    return min(encodings, key=lambda encoding: len(encoding[0]))
 
 
 @dataclass(kw_only=True)

@@ -205,8 +205,8 @@ class DiskTransport(WeightTransport):
         """Removes the folders that a killed trainer left; the lock is held."""
         for folder in self._directory.glob(f"{UNFINISHED}*"):
             # A folder that was just made, or is half removed, has no mark.
-            own = re.fullmatch("[0-9a-f]{32}", folder.name.removeprefix(UNFINISHED))
-            if own and folder.is_dir():
+            name = re.fullmatch("[0-9a-f]{32}", folder.name.removeprefix(UNFINISHED))
+            if name and folder.is_dir():
                 _delete(folder)
 
     def _remove(self, folder: Path) -> None:
@@ -218,7 +218,7 @@ class DiskTransport(WeightTransport):
 
     @contextmanager
     def _before_servers(self) -> Iterator[None]:
-        """Converts failures before any server is told to untouched transfer errors."""
+        """Converts failures before the first request to untouched transfer errors."""
         try:
             yield
         except WeightTransferError as error:
@@ -228,8 +228,8 @@ class DiskTransport(WeightTransport):
             if isinstance(error, (OSError, SafetensorError)):
                 free = ""
                 if self._directory.is_dir():
-                    left = shutil.disk_usage(self._directory).free
-                    free = f" There are {left / 1e9:.3g} GB left."
+                    num_bytes = shutil.disk_usage(self._directory).free
+                    free = f" There are {num_bytes / 1e9:.3g} GB left."
                 message = (
                     f"Weights cannot be written to {self._directory}: {error}.{free} "
                     f"Make room, or give another directory."
@@ -295,10 +295,10 @@ def _folder_of(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model, "config.json")
+        path = try_to_load_from_cache(model, "config.json")
     except ValueError:  # ``model`` is not a hub name.
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return Path(path).parent if isinstance(path, str) else None
 
 
 def _sync(path: Path) -> None:

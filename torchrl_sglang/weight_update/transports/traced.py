@@ -44,15 +44,7 @@ Value = list[tuple[str, torch.Tensor]]
 
 
 def uses_traced_loader(engine: RLSGLangEngine, weight_loader: str) -> bool:
-    """Returns whether servers load by traced copies.
-
-    Args:
-        engine: of the servers.
-        weight_loader: the scheme's.
-
-    Raises:
-        UnsupportedByServerError: if it is ``"traced"``, which is not possible.
-    """
+    """Returns whether servers load by traced copies; refuses an impossible choice."""
     capabilities = engine.capabilities
     problem = None
     if not capabilities.has_traced_loader:
@@ -69,12 +61,7 @@ def uses_traced_loader(engine: RLSGLangEngine, weight_loader: str) -> bool:
 
 
 class TracedLoader:
-    """Orders to the traced loaders of an engine's servers.
-
-    Args:
-        engine: of the servers.
-        send_timeout: timeout of a transfer, in seconds.
-    """
+    """Orders to the traced loaders of an engine's servers."""
 
     def __init__(self, engine: RLSGLangEngine, send_timeout: float) -> None:
         self._engine = engine
@@ -119,11 +106,8 @@ class TracedLoader:
     ) -> dict[str, Any]:
         """Returns the fields of a request to receive buckets from a process group.
 
-        Args:
-            buckets: what is broadcast, each as one run of bytes where it is ``small``.
-            group: name of the group.
-            together: whether the broadcasts of each other bucket start as one
-                operation.
+        A small bucket is one run of bytes; ``together`` starts the broadcasts of each
+        other one as one operation.
         """
         value = self.order(
             "receive",
