@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from torchrl_sglang.backends.client.capabilities import check_weight_route
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS, ControlPlane
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.fleet.weights_state import WeightUpdate
@@ -129,8 +130,8 @@ def update_weights(
     """
     start = time.perf_counter()
     if transport.route is not None:
-        engine.control.check_weight_route(
-            transport.route, quantized=quantized, draft=draft
+        check_weight_route(
+            engine.capabilities, transport.route, quantized=quantized, draft=draft
         )
     with engine.weight_update() if held is None else nullcontext(held) as update:
         session = _UpdateSession(

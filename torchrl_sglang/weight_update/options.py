@@ -23,7 +23,6 @@ from torchrl_sglang.weight_update.transports.base import TransportOptions
 from torchrl_sglang.weight_update.transports.registry import (
     AUTO,
     check_options,
-    make_options,
 )
 
 RESTART_TIMEOUT_SECONDS = 600.0
@@ -77,7 +76,7 @@ class SchemeOptions(TransportOptions):
             self.transport,
             self.transport_options,
             arguments=[option.name for option in fields(self)],
-            **self._shared,
+            **self.shared,
         )
         self._set("transport_options", options)
         # "auto" takes "disk" with a directory.
@@ -118,13 +117,10 @@ class SchemeOptions(TransportOptions):
                 )
 
     @property
-    def _shared(self) -> dict[str, Any]:
+    def shared(self) -> dict[str, Any]:
+        """The options of every transport."""
         names = [option.name for option in fields(TransportOptions)]
         return {name: getattr(self, name) for name in names}
-
-    def options_of(self, transport: str) -> TransportOptions:
-        """Returns the options of one transport."""
-        return make_options(transport, self.transport_options, **self._shared)
 
 
 def _to_device(device: torch.device | str | int) -> torch.device:

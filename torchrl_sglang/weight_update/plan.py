@@ -39,6 +39,7 @@ from torchrl_sglang.weight_update.transports.registry import (
     TRANSPORTS,
     check_used,
     choose,
+    make_options,
 )
 from torchrl_sglang.weight_update.weights import Weights
 
@@ -53,15 +54,15 @@ def resolve(
 
     ``takes_adapter`` returns whether the servers take one; a single rank calls it.
     """
-    adapter = None
-    if options.transport != AUTO:
-        if TRANSPORTS[options.transport].adapter_only:
-            adapter = adapter_source(weights)
-    elif options.process_group is None:
+    source = None
+    if options.transport == AUTO and options.process_group is None:
         adapter = trained_adapter(weights)
-        if adapter is not None and not takes_adapter(adapter):
-            adapter = None
-    source = adapter or find_source(weights.value, exporters)
+        if adapter is not None and takes_adapter(adapter):
+            source = adapter
+    elif options.transport == LoraTransport.name:
+        source = adapter_source(weights)
+    if source is None:
+        source = find_source(weights.value, exporters)
     ranks = find_ranks(source, options.process_group)
     return replace(source, origin=weights, ranks=ranks)
 
@@ -164,6 +165,7 @@ def make_transport(
         name, reason = choose(find_facts(engine, device, directory=path, ranks=gpus))
         check_used(name, options.transport_options)
         torchrl_logger.info(f"Weights go by {name!r}: {reason}")
-    transport = TRANSPORTS[name](engine, options.options_of(name), device=device)
+    values = make_options(name, options.transport_options, **options.shared)
+    transport = TRANSPORTS[name](engine, values, device=device)
     transport.reason, transport.trainer_gpus = reason, gpus
     return transport

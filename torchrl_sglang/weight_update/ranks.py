@@ -34,14 +34,23 @@ def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks 
 
     They are those of its DTensors, or of ``group``.
     """
-    if group is not None:
-        return Ranks([group])
+    groups = [] if group is None else [group]
     meshes = {spec.mesh for spec in source.specs.values() if spec.mesh is not None}
-    if not meshes:
-        return None
-    # Tensors on a part of the ranks are gathered by that part.
-    mesh = max(meshes, key=lambda mesh: mesh.size())
-    return Ranks([mesh.get_group(dim) for dim in range(mesh.ndim)])
+    if meshes and not groups:
+        # Tensors on a part of the ranks are gathered by that part.
+        mesh = max(meshes, key=lambda mesh: mesh.size())
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return Ranks(groups, _gpu_names(source)) if groups else None
+
+
+def _gpu_names(source: Source) -> frozenset[str]:
+    """Returns the names of this rank's GPU; none without one."""
+    for spec in source.specs.values():
+        if spec.device.type == "cuda":
+            return names_of(spec.device)
+        if spec.mesh is not None and spec.mesh.device_type == "cuda":
+            return names_of(torch.device("cuda"))
+    return frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,9 +70,11 @@ Follow: TypeAlias = Callable[[Source, Participation], None]
 class Ranks:
     """The ranks of a trainer that hold one model together."""
 
-    def __init__(self, groups: list[Any]) -> None:
+    def __init__(self, groups: list[Any], gpu: frozenset[str] = frozenset()) -> None:
         # Process groups of this rank, one for each dimension of the ranks' mesh.
         self._groups = groups
+        # Names of this rank's GPU.
+        self._gpu = gpu
         self._take_part = False
         self.outcome: Any = None
         """Last message of the first rank."""
@@ -93,9 +104,8 @@ class Ranks:
         ``send``; the others ``follow``, if the transport makes them take part.
         """
         machine = platform.node()
-        places = self.exchange((machine, _gpu_names(source)))
-        nothing = frozenset[str]()
-        gpus = [names if node == machine else nothing for node, names in places]
+        places = self.exchange((machine, self._gpu))
+        gpus = [gpu if node == machine else frozenset() for node, gpu in places]
         self.gpus = tuple(gpus) if any(gpus) else ()
         if self.sends:
             return self._lead(source, send)
@@ -211,16 +221,6 @@ class Ranks:
             raise message
         report: SyncReport = message
         return report
-
-
-def _gpu_names(source: Source) -> frozenset[str]:
-    """Returns the names of this rank's GPU; none without one."""
-    for spec in source.specs.values():
-        if spec.device.type == "cuda":
-            return names_of(spec.device)
-        if spec.mesh is not None and spec.mesh.device_type == "cuda":
-            return names_of(torch.device("cuda"))
-    return frozenset()
 
 
 def _lost(error: RuntimeError) -> WeightTransferError:

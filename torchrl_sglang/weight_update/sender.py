@@ -263,7 +263,8 @@ class SGLangWeightSender:
         verify = check_flag("verify", verify)
         with self._totals.counting_failures(), span("weight_update") as traced:
             with self._collectors.announced():
-                report = self._send_until(self._resolve(user_weights), verify)
+                source = self._resolve(user_weights)
+                report = self._send_until(source, verify)
             traced.set(
                 version=report.version,
                 transport=report.transport,

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 from torchrl_sglang.backends.client.capabilities import (
     adapters_in,
-    check_weight_route,
     start_id,
     weight_loaders,
 )
@@ -426,22 +425,6 @@ class ControlPlane:
         """Makes every server leave a process group."""
         payload = {"group_name": group_name}
         await self._all("/destroy_weights_update_group", payload, timeout)
-
-    def check_weight_route(
-        self,
-        route: WeightRoute,
-        *,
-        quantized: str | None = None,
-        draft: DraftUpdate = "auto",
-    ) -> None:
-        """Raises :class:`.UnsupportedByServerError` if weights would break a server.
-
-        Args:
-            route: route of the weights.
-            quantized: quantization of the encoded weights.
-            draft: treatment of a draft model.
-        """
-        check_weight_route(self.capabilities, route, quantized=quantized, draft=draft)
 
     async def begin_weight_update(
         self, *, urls: Urls = None, draft: DraftUpdate = "auto"

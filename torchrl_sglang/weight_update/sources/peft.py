@@ -304,11 +304,11 @@ def adapter_source(weights: UserWeights) -> Source:
     Raises:
         ConfigurationError: if the model is not its base with that adapter over it.
     """
-    if isinstance(weights.value, (str, os.PathLike)):
+    if not isinstance(weights.value, (str, os.PathLike)):
+        tensors, config = _active_adapter(weights)
+    else:
         tensors, config = read_folder(weights.value)
         check_kind(config)
-    else:
-        tensors, config = _active_adapter(weights)
     return replace(tensor_source(tensors), adapter=config)
 
 
