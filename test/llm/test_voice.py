@@ -32,7 +32,6 @@ VAGUE_NAMES = re.compile(
 """Participles, pronouns and adverbs; a local name is the noun of what it holds."""
 
 SUMMARY_LINES_LEFT: dict[str, int] = {
-    "weight_update": 34,
 }
 NAMES_LEFT: dict[str, int] = {
     "backends": 10,
@@ -44,7 +43,6 @@ NAMES_LEFT: dict[str, int] = {
     "requests": 1,
     "types.py": 1,
     "viewer": 4,
-    "weight_update": 143,
 }
 """Offenders in each folder that are not rewritten yet: the numbers only shrink."""
 

@@ -193,9 +193,14 @@ class DeltaTransport(WeightTransport):
             writer = DeltaWriter(update=token, base=base, specs=specs)
             if group:
                 group_states = filter(None, (states[url] for url in group))
-                whole = {number for state in group_states for number in state.whole}
+                indivisible = {n for state in group_states for n in state.indivisible}
                 lines.append(
-                    DeltaLine(transport=self, urls=group, writer=writer, whole=whole)
+                    DeltaLine(
+                        transport=self,
+                        urls=group,
+                        writer=writer,
+                        indivisible=indivisible,
+                    )
                 )
         if baseline is not None:
             for url, reason in reasons.items():
@@ -265,7 +270,7 @@ class DeltaTransport(WeightTransport):
             else:
                 old.copy_(bits)
             for line in lines:
-                if not line.writer.base or number in line.whole:
+                if not line.writer.base or number in line.indivisible:
                     line.add(all_of(number, begin, bits))
                 elif part is not None:
                     line.add(part)
@@ -357,7 +362,7 @@ class DeltaLine:
     transport: DeltaTransport
     urls: list[str]
     writer: DeltaWriter
-    whole: set[int]
+    indivisible: set[int]
     """Tensors that go as a whole."""
     in_flight: Future[None] | None = None
     """The message that the servers have not taken yet; the next is made meanwhile."""

@@ -44,7 +44,7 @@ class DeltaState:
     """``loader.OK``, or why it takes no more messages."""
     intact: bool
     """The weights are those that the update has left, to the bit."""
-    whole: tuple[int, ...]
+    indivisible: tuple[int, ...]
     """Tensors, by number, that it can only load as a whole."""
 
     @classmethod
@@ -52,8 +52,8 @@ class DeltaState:
         """Reads a server's answer; None if its loader has not been called yet."""
         if numbers is None or len(numbers) < 7:
             return None
-        high, low, update_high, update_low, following, outcome, intact, *whole = map(
-            int, numbers
+        high, low, update_high, update_low, following, outcome, intact, *indivisible = (
+            map(int, numbers)
         )
         return cls(
             token=_token(high, low),
@@ -61,7 +61,7 @@ class DeltaState:
             next=following,
             outcome=outcome,
             intact=bool(intact),
-            whole=tuple(whole),
+            indivisible=tuple(indivisible),
         )
 
 

@@ -101,7 +101,7 @@ def test_every_bit_arrives(dtype, share):
     model = FusedModel(weights)
     send_all(model, weights)
     state = told(model)
-    assert (state.token, state.intact, state.whole) == (FIRST, True, ())
+    assert (state.token, state.intact, state.indivisible) == (FIRST, True, ())
     after = {name: changed(value, share) for name, value in weights.items()}
     give(model, changes(after, weights))
     assert told(model).token == SECOND
@@ -173,7 +173,7 @@ def test_a_tensor_that_is_computed_with_goes_as_a_whole(how):
     weights = {"plain": torch.randn(4, 3), "odd": torch.randn(4, 3)}
     model = OddModel(how)
     send_all(model, weights)
-    assert told(model).whole == (1,)
+    assert told(model).indivisible == (1,)
 
 
 class Group:
@@ -235,7 +235,7 @@ def test_ranks_share_one_message_and_agree():
     give_first(changes(after, weights))
     states = {}
     both(models, lambda model: states.update({id(model): told(model)}))
-    assert {(s.token, s.intact, s.whole) for s in states.values()} == {
+    assert {(s.token, s.intact, s.indivisible) for s in states.values()} == {
         (SECOND, True, ())
     }
     for name, value in after.items():
