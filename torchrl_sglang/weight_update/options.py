@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import check_flag, check_seconds
+from torchrl_sglang.support.checks import check_choice, check_flag, check_seconds
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
 from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
@@ -60,16 +60,8 @@ class SchemeOptions(TransportOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pause_mode not in get_args(PauseMode):
-            raise ConfigurationError(
-                f"pause_mode={self.pause_mode!r} is not one of "
-                f"{', '.join(map(repr, get_args(PauseMode)))}."
-            )
-        if self.wait_for not in get_args(WaitFor):
-            raise ConfigurationError(
-                f"wait_for={self.wait_for!r} is not one of "
-                f"{', '.join(map(repr, get_args(WaitFor)))}."
-            )
+        check_choice("pause_mode", self.pause_mode, get_args(PauseMode))
+        check_choice("wait_for", self.wait_for, get_args(WaitFor))
         if self.restart_timeout != 0:
             check_seconds("restart_timeout", self.restart_timeout)
         options = check_options(

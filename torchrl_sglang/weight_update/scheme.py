@@ -17,7 +17,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
-from torchrl_sglang.support.checks import check_flag, given_once
+from torchrl_sglang.support.checks import check_choice, check_flag, given_once
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import (
@@ -156,10 +156,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
         num_replicas: int | None = None,
         **options: Any,
     ) -> None:
-        if strategy not in ("tensordict", "state_dict"):
-            raise ConfigurationError(
-                f"strategy={strategy!r} is not one of 'tensordict' and 'state_dict'."
-            )
+        check_choice("strategy", strategy, ("tensordict", "state_dict"))
         if engine is not None and server_url is not None:
             raise ConfigurationError(
                 f"Give the engine once: engine={engine!r}, "

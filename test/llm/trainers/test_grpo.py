@@ -569,7 +569,7 @@ def test_overlong_responses_are_punished():
         ({"tools": 3}, "tools takes a list of functions"),
         ({"engine": []}, "or an engine, got []"),
         ({"engine": {"num_replica": 2}}, "num_replica"),
-        ({"weight_sync": {"pause_mod": "abort"}}, "did you mean 'pause_mode'"),
+        ({"weight_sync": {"pause_mod": "abort"}}, "Did you mean 'pause_mode'"),
         ({"weight_sync": {"transport": "post"}}, "transport='post' is not one of"),
         ({"collector": {"group_size": 3}}, "which is an argument of the run"),
         ({"prompts": [{"query": "a", "advantage": 1}]}, "a column 'advantage'"),

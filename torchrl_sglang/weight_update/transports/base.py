@@ -12,12 +12,11 @@ import torch
 from torchrl_sglang.backends import session
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import (
-    ConfigurationError,
     RequestRefusedError,
     UnsupportedByServerError,
     WeightTransferError,
 )
-from torchrl_sglang.support.checks import check_count, check_seconds
+from torchrl_sglang.support.checks import check_choice, check_count, check_seconds
 from torchrl_sglang.types import DraftUpdate, WeightLoader
 
 BUCKET_BYTES = 2 << 30
@@ -49,16 +48,9 @@ class TransportOptions:
     def __post_init__(self) -> None:
         self._set("bucket_bytes", check_count("bucket_bytes", self.bucket_bytes))
         self._set("send_timeout", check_seconds("send_timeout", self.send_timeout))
-        if self.weight_loader not in ("auto", *get_args(WeightLoader)):
-            raise ConfigurationError(
-                f"weight_loader={self.weight_loader!r} is not one of 'auto', "
-                f"{', '.join(map(repr, get_args(WeightLoader)))}."
-            )
-        if self.draft not in get_args(DraftUpdate):
-            raise ConfigurationError(
-                f"draft={self.draft!r} is not one of "
-                f"{', '.join(map(repr, get_args(DraftUpdate)))}."
-            )
+        loaders = ("auto", *get_args(WeightLoader))
+        check_choice("weight_loader", self.weight_loader, loaders)
+        check_choice("draft", self.draft, get_args(DraftUpdate))
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import nearest
+from torchrl_sglang.support.checks import check_choice, check_names
 from torchrl_sglang.weight_update.transports.base import (
     TransportOptions,
     WeightTransport,
@@ -60,18 +60,8 @@ def check_options(
     ``shared`` has the options of every transport, and ``arguments`` are further ones of
     the scheme, which a wrong name may mean.
     """
-    names = [AUTO, *sorted(TRANSPORTS)]
-    if transport not in names:
-        raise ConfigurationError(
-            f"transport={transport!r} is not one of {', '.join(map(repr, names))}."
-        )
-    for option in options:
-        if option not in _OPTIONS:
-            name = nearest(option, (*_OPTIONS, *arguments))
-            hint = f"did you mean {name!r}?" if name else "leave it out."
-            raise ConfigurationError(
-                f"SGLangWeightSyncScheme has no argument {option!r}; {hint}"
-            )
+    check_choice("transport", transport, [AUTO, *sorted(TRANSPORTS)])
+    check_names("SGLangWeightSyncScheme", options, (*_OPTIONS, *arguments))
     options = {name: v for name, v in options.items() if v != _OPTIONS[name][1]}
     if transport != AUTO:
         check_used(transport, options)

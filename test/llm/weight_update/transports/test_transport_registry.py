@@ -128,7 +128,7 @@ def test_auto_takes_every_argument_that_one_transport_uses():
 
 
 def test_a_mistyped_option_names_the_nearest():
-    with pytest.raises(ConfigurationError, match="did you mean 'directory'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'directory'"):
         check_options("disk", {"directories": "/x"})
     with pytest.raises(ConfigurationError, match="pin_adapter must be"):
         check_options("auto", {"pin_adapter": "yes"})
