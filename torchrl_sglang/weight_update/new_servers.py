@@ -44,7 +44,7 @@ def fill(
         WeightTransferError: if sending failed. In all cases the new servers get no
             request, and wait for the next update.
     """
-    options, transport, weights = plan.options, plan.make_transport(new), plan.encode()
+    options, transport, weights = plan.options, plan.transport_to(new), plan.encode()
     try:
         report = session.update_weights(
             new,

@@ -93,15 +93,16 @@ class UpdatePlan:
             return self.weights
         return encode_weights(self.weights, self.encoding)
 
-    def make_transport(self, engine: RLSGLangEngine) -> WeightTransport:
-        """Makes the transport to an engine's servers."""
-        ranks = self.source.ranks
+    def transport_to(
+        self, engine: RLSGLangEngine, connection: WeightTransport | None = None
+    ) -> WeightTransport:
+        """Makes the transport to an engine's servers; whole weights keep theirs."""
+        adapter, ranks = self.source.adapter is not None, self.source.ranks
+        if connection is not None and not adapter:
+            return connection
+        gpus = () if ranks is None else ranks.gpus
         return make_transport(
-            self.options,
-            engine,
-            self.weights.device,
-            adapter=self.source.adapter is not None,
-            gpus=() if ranks is None else ranks.gpus,
+            self.options, engine, self.weights.device, adapter=adapter, gpus=gpus
         )
 
 

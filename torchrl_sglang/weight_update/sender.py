@@ -537,9 +537,12 @@ class SGLangWeightSender:
                 announce(other)
                 return other
 
+            transport = plan.transport_to(engine, self._transport)
+            if source.adapter is None:
+                self._transport = transport
             return session.update_weights(
                 engine,
-                self._transport_of(plan),
+                transport,
                 weights,
                 version=version,
                 pause_mode=self._options.pause_mode,
@@ -551,14 +554,6 @@ class SGLangWeightSender:
                 draft=self._options.draft,
                 choose_again=choose_again,
             )
-
-    def _transport_of(self, plan: UpdatePlan) -> WeightTransport:
-        """Returns the transport of a plan; whole weights keep their connection."""
-        if plan.source.adapter is not None:
-            return plan.make_transport(self._engine)
-        if self._transport is None:
-            self._transport = plan.make_transport(self._engine)
-        return self._transport
 
     def recover(self) -> SyncReport:
         """Brings the servers back to the checkpoint that they were started with.
