@@ -89,14 +89,7 @@ class Transfer(abc.ABC):
 
     @abc.abstractmethod
     def send(self, weights: Any, *, version: str) -> int:
-        """Makes every server load the weights, and returns the number of transfers.
-
-        They are read once, never more than a bucket ahead.
-
-        Raises:
-            WeightTransferError: if that failed; ``untouched`` is True if no server has
-                received anything.
-        """
+        """Makes every server load the weights; returns the number of transfers."""
 
 
 def update_weights(

@@ -44,7 +44,7 @@ def fill(
         WeightTransferError: if sending failed. In all cases the new servers get no
             request, and wait for the next update.
     """
-    options, transport, weights = plan.options, plan.transport_to(new), plan.encode()
+    options, weights, transport = plan.options, plan.weights, plan.transport_to(new)
     try:
         report = session.update_weights(
             new,

@@ -15,7 +15,7 @@ import torch
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.support.log import torchrl_logger
-from torchrl_sglang.weight_update.encodings.base import WeightEncoding, encode_weights
+from torchrl_sglang.weight_update.encodings.base import encode_weights
 from torchrl_sglang.weight_update.encodings.registry import encoding_for
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import find_ranks
@@ -75,23 +75,14 @@ class UpdatePlan:
     """Options of the scheme."""
     source: Source
     """The trainer's tensors, and the ranks that hold them."""
+    tensors: Weights
+    """The tensors under served names."""
     weights: Weights
-    """The tensors under served names, not encoded yet."""
-    encoding: WeightEncoding | None
-    """Encoding of the weights; ``None`` for an adapter."""
+    """The tensors as they are sent: encoded, unless they are an adapter."""
+    quantized: str | None
+    """Format for which the weights are encoded."""
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the tensors that were read, where they are taken."""
-
-    @property
-    def quantized(self) -> str | None:
-        """Format for which the weights are encoded."""
-        return None if self.encoding is None else self.encoding.quantized
-
-    def encode(self) -> Weights:
-        """Returns the weights that are sent."""
-        if self.encoding is None:
-            return self.weights
-        return encode_weights(self.weights, self.encoding)
 
     def transport_to(
         self, engine: RLSGLangEngine, connection: WeightTransport | None = None
@@ -123,18 +114,21 @@ def plan_update(
         UnsupportedByServerError: if the servers do not take the encoding.
     """
     fingerprints: dict[str, Fingerprint] = {}
-    encoding = None
-    if served is not None:
-        encoding = encoding_for(options.encoding, served.quantized)
     if source.ranks is not None:
         source.ranks.served = served
     elif fingerprinted:
         source = take_fingerprints(source, fingerprints)
+    tensors = weights = open_weights(source, served)
+    quantized = None
+    if served is not None:
+        encoding = encoding_for(options.encoding, served.quantized)
+        weights, quantized = encode_weights(tensors, encoding), encoding.quantized
     return UpdatePlan(
         options=options,
         source=source,
-        weights=open_weights(source, served),
-        encoding=encoding,
+        tensors=tensors,
+        weights=weights,
+        quantized=quantized,
         fingerprints=fingerprints,
     )
 

@@ -375,7 +375,7 @@ class SGLangWeightSender:
 
     def _is_trained(self, plan: UpdatePlan) -> bool:
         """Reads the registered model; returns whether the last update sent another."""
-        deque(plan.weights.read(), maxlen=0)
+        deque(plan.tensors.read(), maxlen=0)
         return not are_equal(self._sent, plan.fingerprints)
 
     def _resolve(self, weights: UserWeights) -> Source:
@@ -466,7 +466,7 @@ class SGLangWeightSender:
         """Sends, on another rank, its part of the first one's transfer."""
         ranks, problem, weights = source.ranks, None, None
         try:
-            weights = plan_update(source, message.served, self._options).encode()
+            weights = plan_update(source, message.served, self._options).weights
         except Exception as error:  # noqa: BLE001 - The first rank raises it.
             problem = f"Rank {ranks.position} of the trainer: {error}"
         if ranks.agree(problem) is None and weights is not None:
@@ -521,7 +521,7 @@ class SGLangWeightSender:
         # From here on no other update can take the version.
         with engine.weight_update() as update:
             version = self._next_version()
-            weights, check = plan.encode(), None
+            weights, check = plan.weights, None
             if verify:
                 weights, check = watch(engine, weights, source.origin, version=version)
             announce = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.support.checks import check_choice, check_count, check_seconds
 from torchrl_sglang.types import DraftUpdate, WeightLoader
+from torchrl_sglang.weight_update.weights import Weights
 
 BUCKET_BYTES = 2 << 30
 """Default size of a bucket: a request takes a server some milliseconds, and a link of
@@ -87,6 +89,17 @@ class WeightTransport(session.Transfer):
                 f"server has pp_size={pp_size}, dp_size={dp_size}; use "
                 f"transport='disk', or several servers (num_replicas) for dp_size."
             )
+
+    @abc.abstractmethod
+    def send(self, weights: Weights, *, version: str) -> int:
+        """Makes every server load the weights, and returns the number of transfers.
+
+        They are read once, never more than a bucket ahead.
+
+        Raises:
+            WeightTransferError: if that failed; ``untouched`` is True if no server has
+                received anything.
+        """
 
     def close(self) -> None:
         """Disconnects from the servers. Safe to call twice; never waits long."""
