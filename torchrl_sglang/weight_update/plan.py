@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.weight_update.encodings.base import encode_weights
 from torchrl_sglang.weight_update.encodings.registry import encoding_for
@@ -32,16 +33,27 @@ from torchrl_sglang.weight_update.sources.peft import adapter_source, trained_ad
 from torchrl_sglang.weight_update.sources.resolve import find_source
 from torchrl_sglang.weight_update.sources.served import ServedTensors, open_weights
 from torchrl_sglang.weight_update.transports.base import CPU, WeightTransport
+from torchrl_sglang.weight_update.transports.broadcast import BroadcastTransport
+from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
+from torchrl_sglang.weight_update.transports.disk import DiskTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
-from torchrl_sglang.weight_update.transports.placement import find_facts
+from torchrl_sglang.weight_update.transports.placement import (
+    Topology,
+    find_facts,
+    reach_of,
+)
 from torchrl_sglang.weight_update.transports.registry import (
     AUTO,
     TRANSPORTS,
     check_used,
-    choose,
     make_options,
 )
 from torchrl_sglang.weight_update.weights import Weights
+
+_GIVE_DIRECTORY = (
+    "give directory=..., a folder that this process and every server see under the "
+    "same path."
+)
 
 
 def resolve(
@@ -164,3 +176,36 @@ def make_transport(
     transport = TRANSPORTS[name](engine, values, device=device)
     transport.reason, transport.trainer_gpus = reason, gpus
     return transport
+
+
+def choose(facts: Topology) -> tuple[str, str]:
+    """Returns the fastest transport for whole weights that works, and the reason."""
+    if facts.directory is not None:
+        return DiskTransport.name, f"A directory was given: {facts.directory!r}."
+    if facts.pp_size > 1:
+        raise ConfigurationError(
+            f"The servers have {facts.pp_size} pipeline stages each, and take weights "
+            f"from files only; {_GIVE_DIRECTORY}"
+        )
+    reaches = [reach_of(server, facts) for server in facts.servers]
+    if any(reach.shares for reach in reaches):
+        for reach in reaches:
+            if not reach.opens:
+                reason = reach.reason or "It is not known which GPUs it sees."
+                raise ConfigurationError(
+                    f"A server computes on the GPU of the weights ({facts.device}), "
+                    f"which NCCL does not allow, and the server at {reach.url} cannot "
+                    f"open their memory: {reason} To send files, {_GIVE_DIRECTORY}"
+                )
+        reason = f"The servers share the GPU of the weights, {facts.device}."
+        return CudaIpcTransport.name, reason
+    if not facts.device.startswith("cuda"):
+        reason = f"The weights are on {facts.device}, which servers do not share."
+    elif all(server.gpus is not None for server in facts.servers):
+        reason = f"The servers compute elsewhere than on {facts.device}."
+    else:
+        reason = (
+            f"It is not known that the servers share the GPU of the weights, "
+            f"{facts.device}; if they do, give transport='cuda_ipc'."
+        )
+    return BroadcastTransport.name, reason

@@ -17,7 +17,6 @@ from torchrl_sglang.weight_update.transports.cuda_ipc import CudaIpcTransport
 from torchrl_sglang.weight_update.transports.delta import DeltaTransport
 from torchrl_sglang.weight_update.transports.disk import DiskTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
-from torchrl_sglang.weight_update.transports.placement import Topology, reach_of
 
 AUTO = "auto"
 
@@ -31,11 +30,6 @@ _ROWS: tuple[type[WeightTransport], ...] = (
 
 TRANSPORTS: Mapping[str, type[WeightTransport]] = {row.name: row for row in _ROWS}
 """Name -> transport."""
-
-_GIVE_DIRECTORY = (
-    "give directory=..., a folder that this process and every server see under the "
-    "same path."
-)
 
 _SHARED = {field.name for field in fields(TransportOptions)}
 
@@ -89,36 +83,3 @@ def make_options(
     """Makes the options of one transport from the scheme's."""
     values = {name: v for name, v in options.items() if _OPTIONS[name][0] == transport}
     return TRANSPORTS[transport].options_type(**values, **shared)
-
-
-def choose(facts: Topology) -> tuple[str, str]:
-    """Returns the fastest transport for whole weights that works, and the reason."""
-    if facts.directory is not None:
-        return DiskTransport.name, f"A directory was given: {facts.directory!r}."
-    if facts.pp_size > 1:
-        raise ConfigurationError(
-            f"The servers have {facts.pp_size} pipeline stages each, and take weights "
-            f"from files only; {_GIVE_DIRECTORY}"
-        )
-    reaches = [reach_of(server, facts) for server in facts.servers]
-    if any(reach.shares for reach in reaches):
-        for reach in reaches:
-            if not reach.opens:
-                reason = reach.reason or "It is not known which GPUs it sees."
-                raise ConfigurationError(
-                    f"A server computes on the GPU of the weights ({facts.device}), "
-                    f"which NCCL does not allow, and the server at {reach.url} cannot "
-                    f"open their memory: {reason} To send files, {_GIVE_DIRECTORY}"
-                )
-        reason = f"The servers share the GPU of the weights, {facts.device}."
-        return CudaIpcTransport.name, reason
-    if not facts.device.startswith("cuda"):
-        reason = f"The weights are on {facts.device}, which servers do not share."
-    elif all(server.gpus is not None for server in facts.servers):
-        reason = f"The servers compute elsewhere than on {facts.device}."
-    else:
-        reason = (
-            f"It is not known that the servers share the GPU of the weights, "
-            f"{facts.device}; if they do, give transport='cuda_ipc'."
-        )
-    return BroadcastTransport.name, reason

@@ -11,10 +11,11 @@ import torch
 from torchrl_sglang.backends.launch.local import find_gpus, replica_specs
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ServerPlacement
+from torchrl_sglang.weight_update.plan import choose
 from torchrl_sglang.weight_update.transports.handle_ranks import assign
 from torchrl_sglang.weight_update.transports.handles import pack
 from torchrl_sglang.weight_update.transports.placement import Topology, reach_of
-from torchrl_sglang.weight_update.transports.registry import check_options, choose
+from torchrl_sglang.weight_update.transports.registry import check_options
 
 UUID = "GPU-5f2a0000-aaaa-bbbb-cccc-000000000000"
 
