@@ -257,8 +257,8 @@ def rejection_mask(
 def veto_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Tokens of the sequences in which no token's ratio is below a threshold.
 
-    A single token that the trainer would hardly ever write is a sign of corrupted data,
-    such as tokens sampled with other weights. As slime's ``rs_veto_threshold``, 1e-4.
+    A single token of tiny probability for the trainer is a sign of corrupted data, such
+    as tokens sampled with other weights. As slime's ``rs_veto_threshold``, 1e-4.
 
     Args:
         log_ratio: ``(B, T)``.

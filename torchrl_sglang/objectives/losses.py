@@ -126,8 +126,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             other rows; FlashAttention and flex attention remain. Defaults to
             ``"auto"``.
         replay_sampling: for batches of ``logprobs_mode="behaviour"``: divide a token's
-            logits by its sampling temperature, and exclude the tokens that top-k, top-p
-            and min-p excluded:
+            logits by its sampling temperature, and exclude the tokens excluded by
+            top-k, top-p and min-p:
 
             .. math::
 
@@ -319,12 +319,12 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         that the correction leaves in the loss. It replaces ``backward()``; the memory
         is the largest part's. Existing gradients are kept, and added to.
 
-        A batch that :class:`.OffPolicyCorrection` has corrected may be cut, too.
+        A batch corrected by :class:`.OffPolicyCorrection` may be cut, too.
 
         Args:
             parts: the batch, cut along its first dimension; read one after the other.
-            process_group: the ranks of the trainer that each have a share of the batch,
-                and call this together. Parts of all ranks count as if one rank had
+            process_group: the ranks of the trainer, each with a share of the batch,
+                which call this together. Parts of all ranks count as if one rank had
                 them. The model is FSDP2's, DistributedDataParallel's, or a copy on each
                 rank. Defaults to None: this rank has the whole batch.
 
@@ -406,7 +406,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def _check_scored(self, parts: list[Any], ranks: LossRanks) -> None:
         """Refuses a batch in which no token of the policy has a log-prob.
 
-        Without a correction, tokens that an earlier correction rejected have none,
+        Without a correction, tokens rejected by an earlier correction have none,
         either.
         """
         if self.correction is None:

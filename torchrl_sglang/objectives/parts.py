@@ -19,8 +19,8 @@ from torchrl_sglang.support.user_code import describe
 T = TypeVar("T")
 
 _KINDS = (NotFiniteError, ConfigurationError, SGLangError)
-"""Kinds of errors that ranks agree on, by severity. The first may be handled, so it
-must not appear on a rank while another rank has an error that ends the run."""
+"""Kinds of errors for the ranks to agree on, by severity. The first may be handled, so
+it must not appear on a rank while another rank has a fatal error."""
 
 _ELSEWHERE = (
     "Another rank of the trainer refused its part of the batch, or failed with it; its "

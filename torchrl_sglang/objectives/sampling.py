@@ -121,8 +121,8 @@ def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]
     ``RetrieveLogProb`` log-probs of the same distributions.
 
     Inside the block, log-probs, logits and distributions of the actor have a token's
-    logits divided by its temperature, and -inf for tokens that top-k, top-p and min-p
-    excluded, if the batch has ``"sampling_support"`` and ``"sampling_temperature"``, as
+    logits divided by its temperature, and -inf for tokens excluded by top-k, top-p and
+    min-p, if the batch has ``"sampling_support"`` and ``"sampling_temperature"``, as
     from ``logprobs_mode="behaviour"``. Other batches are computed as usual. The logits
     are changed in place, in their own type.
 

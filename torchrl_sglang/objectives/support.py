@@ -1,8 +1,8 @@
 """Replay of sampling: the trainer's distribution of each token is the sampler's.
 
 ``logprobs_mode="behaviour"`` records the temperature of each token and its support, the
-tokens that top-k, top-p and min-p left. Log-probs of the trainer are comparable with
-the recorded log-probs at the same temperature and support.
+tokens left by top-k, top-p and min-p. Log-probs of the trainer are comparable with the
+recorded log-probs at the same temperature and support.
 """
 
 from __future__ import annotations

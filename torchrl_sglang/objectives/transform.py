@@ -87,7 +87,7 @@ class OffPolicyCorrection(Transform):
             ``policy_version``, or ``int(engine.weight_version)`` for the servers' own
             versions. An attribute to set after each update, as in TorchRL's
             ``StalenessAwareSampler``. Defaults to None.
-        process_group: the ranks of the trainer that each have a share of the batch, and
+        process_group: the ranks of the trainer, each with a share of the batch, which
             call this together, as for :meth:`.CorrectedGRPOLoss.accumulate`; a
             :class:`.Learner` sets it. Denominators, means and ``metrics`` are over the
             whole batch. An attribute, too. Defaults to None: this rank has the whole

@@ -3,8 +3,8 @@
 Coroutines run on the loop, everything else in detached threads. An error of a function
 is its own failure: nothing in it acts on the event loop.
 
-A call that never returns costs only its thread: its caller gets a TimeoutError, another
-thread takes its place, and neither shutdown nor the interpreter's exit waits for it.
+A hanging call costs only its thread: its caller gets a TimeoutError, another thread
+takes its place, and neither shutdown nor the interpreter's exit waits for it.
 ``concurrent.futures`` would join it at exit.
 """
 
@@ -179,8 +179,8 @@ class BlockingCalls:
 class DaemonExecutor(ThreadPoolExecutor):
     """The default executor of an event loop, in daemon threads.
 
-    A call of ``asyncio.to_thread`` that never returns does not block the end of the
-    loop or the process; a ``ThreadPoolExecutor`` joins its threads in both.
+    A hanging call of ``asyncio.to_thread`` does not block the end of the loop or the
+    process; a ``ThreadPoolExecutor`` joins its threads in both.
 
     Args:
         name: prefix of the threads' names.

@@ -93,8 +93,8 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
         future.cancel()
         raise
     finally:
-        # An error refers to this frame, and the future to the error: a cycle that would
-        # keep the caller's variables, such as servers, until the next collection.
+        # An error refers to this frame, and the future to the error: a cycle, which
+        # would keep the caller's variables, such as servers, until the next collection.
         del future
 
 

@@ -11,8 +11,8 @@ from torchrl_sglang.errors import ConfigurationError
 def half_character(value: Any) -> str:
     """Returns the first unpaired surrogate with the 20 characters before it.
 
-    Texts that were cut within a character, or read with ``errors="surrogateescape"``,
-    have unpaired surrogates.
+    Texts cut within a character, or read with ``errors="surrogateescape"``, have
+    unpaired surrogates.
 
     Args:
         value: a text, or JSON with texts.

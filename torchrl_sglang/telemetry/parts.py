@@ -28,7 +28,7 @@ class PartReader:
 
     Args:
         name: name of the part.
-        part: an object with ``stats()``, or with a method that makes such a sender.
+        part: an object with ``stats()``, or with a method for such a sender.
     """
 
     def __init__(self, name: str, part: Any) -> None:

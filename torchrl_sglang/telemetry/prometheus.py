@@ -55,8 +55,8 @@ class StatsFamilies:
 
         prometheus_client.REGISTRY.register(StatsFamilies(engine=engine))
 
-    It does not keep the parts alive; ``torchrl_sglang_up`` is 0 for parts that are
-    gone, shut down or too slow.
+    It does not keep the parts alive; ``torchrl_sglang_up`` is 0 for parts gone, shut
+    down or too slow.
 
     Keyword Args:
         engine: an :class:`.AsyncSGLang`.

@@ -388,8 +388,8 @@ def make_socket(address: aiohttp.AddrInfoType) -> socket.socket:
     family, kind, protocol, *_ = address
     made = socket.socket(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # A machine that acknowledges nothing is gone: after 10 s without a packet the
-    # kernel sends three probes, every 5 s. Busy and stopped servers acknowledge them.
+    # A machine without acknowledgements is gone: after 10 s without a packet the kernel
+    # sends three probes, every 5 s. Busy and stopped servers acknowledge them.
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     made.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)

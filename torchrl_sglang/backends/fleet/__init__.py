@@ -7,8 +7,8 @@ next state without I/O, and ``loop`` runs the cycle: observe, reconcile, act.
 consistency of the weights, and ``sleep`` releases GPU memory.
 
 LoRA adapters are a part of the state: ``adapters`` has the wanted, loading and retiring
-ones, ``adapter_events`` their transitions, ``adapter_calls`` the requests to servers,
-and ``adapter_registry`` the interface for callers and requests.
+adapters, ``adapter_events`` their transitions, ``adapter_calls`` the requests to
+servers, and ``adapter_registry`` the interface for callers and requests.
 
 Decisions are pure: ``reconcile.py::reconcile`` on requests, restarts and addresses,
 ``resize_events.py`` on joining and leaving servers, ``adapter_events.py::advance`` on

@@ -6,9 +6,9 @@ name of its own, so the new load is added beside the old load, requests in fligh
 with the old load, and the loads share no prefix-cache entry. Other engine objects, in
 any process, discover adapters by their served names.
 
-A server that drops an adapter in use accepts no other adapter until the drop has ended,
-and none at all while it is paused. So an adapter *retires* first: no new request uses
-it, and it is dropped after its last request.
+During the drop of an adapter in use, a server accepts no other adapter, and none at all
+while it is paused. So an adapter *retires* first: no new request uses it, and it is
+dropped after its last request.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class AdapterState:
     """Load -> number of its requests."""
     retiring: Mapping[str, Retiring] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
-    """Loads that this engine object never uses again, the retiring ones included."""
+    """Loads never used again by this engine object, including retiring loads."""
     pinned: frozenset[str] = frozenset()
     """Loads pinned in the servers' batch memory."""
 

@@ -74,7 +74,7 @@ POLLS_PER_SECOND = 128
 """Most polls per second, on average; a poll takes about 2 ms."""
 
 SCHEDULER_TIMEOUT = 20.0
-"""Timeout for a router, or for a scheduler that a long prompt keeps busy."""
+"""Timeout for a router, or for a scheduler busy with a long prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class WatchTimes:
 async def revive(fleet: Fleet, control: ControlPlane, *, timeout: float) -> None:
     """Restarts unresponsive servers, and waits for all servers except lost servers.
 
-    A scheduler that waits in a collective for a dead trainer answers nothing, while its
+    A scheduler waiting in a collective for a dead trainer answers nothing, while its
     process runs and its HTTP server reports itself as healthy.
     """
     deadline = time.monotonic() + timeout
@@ -144,7 +144,7 @@ class Supervisor:
     """Supervises a fleet through a weak reference: its servers end with it.
 
     ``progress`` returns the numbers of in-flight and of completed requests; ``recall``
-    resends the requests that a router was sent.
+    resends the requests sent to a router.
     """
 
     def __init__(

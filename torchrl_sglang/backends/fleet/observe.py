@@ -262,7 +262,7 @@ async def hangs(
         capabilities: capabilities of the servers.
         url: address of the server.
         timeout: timeout for a token, in seconds. After 20 s without a token, SGLang
-            reports that it is unhealthy, and no longer whether it is paused.
+        reports itself as unhealthy, and no longer whether it is paused.
         probe: timeout for the server's report of its pause, in seconds.
     """
     probe = min(timeout, probe)

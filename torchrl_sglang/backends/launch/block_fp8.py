@@ -137,7 +137,7 @@ def _misfit(text: Any, tp_size: int) -> str | None:
 
 
 def _sizes(text: Any, tp_size: int) -> Iterator[tuple[str, int, int]]:
-    """Yields name, size and number of parts of dimensions that blocks must divide."""
+    """Yields name, size and number of parts of dimensions with whole blocks."""
     heads = int(text.num_attention_heads)
     width = getattr(text, "head_dim", None) or int(text.hidden_size) // heads
     kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)

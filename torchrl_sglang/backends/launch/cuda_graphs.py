@@ -67,7 +67,8 @@ def graph_arguments(
     values = (arguments[name] for name in arguments if name.startswith(OTHERS))
     if any(value is not None and value is not False for value in values):
         return {}
-    # All machines of a server must capture the same graphs, and this checks only one.
+    # All machines of a server must capture the same graphs, and this checks only this
+    # machine.
     nodes = _number(arguments.get("nnodes"), 1)
     share = _number(arguments.get("mem_fraction_static"), 0.0)
     largest = _number(arguments.get("max_running_requests"), UP_TO)

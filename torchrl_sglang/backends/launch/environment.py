@@ -1,7 +1,7 @@
 """The environment of a server or a router, without the trainer's rank variables.
 
-A trainer is often one of many ranks, and its launcher passes its rank in variables. A
-server with these variables acts as a rank: with torchrun's
+A trainer often has many ranks, and its launcher passes its rank in variables. A server
+with these variables acts as a rank: with torchrun's
 ``TORCHELASTIC_USE_AGENT_STORE=True``, SGLang waits for a store without a host. The
 variables of known launchers are listed here and not inherited. Everything else is:
 ``PATH``, ``HOME``, and the user's settings for CUDA, NCCL, Hugging Face, proxies and
@@ -53,10 +53,10 @@ LAUNCHER_VARIABLES: Mapping[str, str] = {
 
 SETTERS_OF_ONE_THREAD = ("TORCHELASTIC_RUN_ID", "RAY_RAYLET_PID")
 """Launchers that force ``OMP_NUM_THREADS=1`` unless the user sets it; servers do not
-inherit that value."""
+inherit this value."""
 
 INTERPRETER_VARIABLES = ("PYTHONPATH", "PYTHONHOME")
-"""Variables for the package search of one interpreter, not for another."""
+"""Variables for the package search of an interpreter, not for another."""
 
 
 def inherited_environment(

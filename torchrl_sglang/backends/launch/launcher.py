@@ -147,8 +147,8 @@ class Placement(Protocol):
                 :func:`~torchrl_sglang.make_sglang_server`, for each server the same.
             start_timeout: of each server, in seconds.
             parallel: the value of ``parallel_start``.
-            cuda_devices: the user's value. A placement that assigns GPUs by itself
-                refuses it.
+            cuda_devices: the user's value. A placement with its own choice of GPUs
+            refuses it.
 
         Raises:
             ConfigurationError: if an argument is wrong.

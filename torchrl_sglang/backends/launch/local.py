@@ -106,8 +106,9 @@ def make_sglang_server(
             MPI, Ray) are not inherited; see ``LAUNCHER_VARIABLES`` in
             ``backends/launch/environment.py``.
         sglang_version: on CPU, the installed version to run.
-        cuda_devices: the only GPUs that the server sees, such as ``[2, 3]``. By default
-            it sees the visible GPUs of this process, and takes the first of them.
+        cuda_devices: the only visible GPUs of the server, such as ``[2, 3]``. By
+            default it sees the visible GPUs of this process, and takes the first of
+            them.
         weight_loader: ``"traced"`` loads weight updates by copies traced once in the
             model's own loader; see :meth:`.AsyncSGLang.from_pretrained`. Defaults to
             ``"sglang"``.
@@ -295,7 +296,7 @@ def replica_specs(
     specs = counted_specs(num_replicas, spec)
     if num_replicas > 1:
         _check_replicable(arguments)
-        # Servers that each use all cores of a CPU slow each other down.
+        # Servers with all cores of a CPU each slow each other down.
         threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
         limit = {"OMP_NUM_THREADS": str(threads)}
         for server_spec in specs:

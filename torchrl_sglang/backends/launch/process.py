@@ -1,8 +1,8 @@
 """An HTTP server process, its process tree and its log.
 
-A :class:`ServerProcess` belongs to the process that created it. Between it and the
-server runs ``watchdog.py``, which ends the whole tree on a request of the owner, or
-after the owner's end.
+A :class:`ServerProcess` belongs to its creating process. Between it and the server runs
+``watchdog.py``, which ends the whole tree on a request of the owner, or after the
+owner's end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RayDirectory: the addresses of an engine's servers, in a Ray actor without a CPU.
 
-The driver that started the servers publishes them; copies of the engine, in any process
-of the cluster, read them. The actor ends with the engine, or with its driver.
+The driver of the servers publishes them; copies of the engine, in any process of the
+cluster, read them. The actor ends with the engine, or with its driver.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 It does the work of a launcher on its machine: it checks the arguments, leases the
 ports, starts the process tree with its watchdog and reads its log. The tree ends with
-the actor, which ends with the driver that created it, and with its node.
+the actor, which ends with its driver, and with its node.
 
-Modules with slow imports are imported in methods, because an actor that only reserves a
-GPU needs none of them.
+Modules with slow imports are imported in methods, because a mere reservation of a GPU
+needs none of them.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ServerHost:
     def prepare(self, spec: Mapping[str, Any], port: int | None) -> PreparedServer:
         """Checks a server's arguments on this node and leases its ports.
 
-        ``port`` is its earlier port; it gets another port if that is taken.
+        ``port`` is its earlier port; it gets another port if this port is taken.
         """
         from torchrl_sglang.backends.launch.local import find_gpus
         from torchrl_sglang.backends.launch.ports import is_free_port

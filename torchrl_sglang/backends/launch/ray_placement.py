@@ -2,7 +2,8 @@
 
 A server takes *seats* on each of its nodes: shares of a bundle, each held by an actor.
 A placement group of the launcher has a bundle for each node of each server. In a user's
-group, bundles may hold a single GPU, and then a server takes several, all on one node.
+group, bundles may hold a single GPU, and then a server takes several, all on the same
+node.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
     """Returns the seats of servers in a user's placement group.
 
     Bundles are taken in their order, node by node: the GPUs of a server are neighbours,
-    and all on one node. Each part of a multi-node server is on another node.
+    and all on the same node. Each part of a multi-node server is on another node.
 
     Raises:
         ConfigurationError: if there are too few.

@@ -267,7 +267,7 @@ class RayServers(Launcher):
 
 
 class RayServer:
-    """A server on one or several nodes of a Ray cluster.
+    """A server on a node, or several nodes, of a Ray cluster.
 
     ``before`` is the replaced server, whose address it takes if possible.
     """

@@ -34,10 +34,10 @@ from torchrl_sglang.support.urls import is_loopback, url_of
 ROUTER_ARGUMENTS: Mapping[str, Any] = {
     # The engine retries; errors must reach it.
     "disable_retries": True,
-    # The circuit breaker takes a server that refuses wrong requests out of rotation.
+    # The circuit breaker takes a server out of rotation for refusals of wrong requests.
     "disable_circuit_breaker": True,
-    # A dead server leaves the rotation within two seconds and comes back in one. A slow
-    # server stays for 20 s more.
+    # A dead server leaves the rotation within two seconds and comes back in a second. A
+    # slow server stays for 20 s more.
     "health_check_interval_secs": 1,
     "health_failure_threshold": 2,
     "health_success_threshold": 1,

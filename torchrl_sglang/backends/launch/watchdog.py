@@ -1,6 +1,6 @@
 """Watchdog of a server's process tree: runs a command and leaves no process behind.
 
-A script that the trainer runs by file name, with only the standard library::
+A script, run by the trainer by file name, with only the standard library::
 
     python watchdog.py <pid of the trainer> <command> [argument ...]
 
@@ -169,7 +169,7 @@ def end_tree(grace: float = TERM_GRACE_SECONDS) -> None:
     while workers():
         _end(workers, signal.SIGKILL, 0.1)
     # Without this, shared memory and semaphores of the killed would outlive them.
-    # Resource trackers ignore SIGTERM, and end after the last process that they serve.
+    # Resource trackers ignore SIGTERM, and end after their last process.
     _end(left, 0, 1.0)
     while left():
         _end(left, signal.SIGKILL, 0.1)

@@ -55,8 +55,8 @@ def engine_python(
 
     Args:
         version: a member of :data:`VERSIONS`. Defaults to :data:`DEFAULT_VERSION`.
-        python: an interpreter with SGLang, instead of the one from
-            :data:`INSTALL_COMMAND`.
+        python: an interpreter with SGLang, instead of the interpreter from
+        :data:`INSTALL_COMMAND`.
 
     Raises:
         ConfigurationError: if the version is unknown or is not installed.
@@ -106,7 +106,7 @@ def default_server_args() -> dict[str, object]:
         "dtype": "float32",
         # There is no device to overlap with.
         "disable_overlap_schedule": True,
-        # Otherwise an idle scheduler polls on one core.
+        # Otherwise an idle scheduler polls on a core.
         "sleep_on_idle": True,
         # SGLang compares the free memory after the start with this share of the earlier
         # free memory, and counts other processes' allocations as its own.

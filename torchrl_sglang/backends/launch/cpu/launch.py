@@ -36,8 +36,8 @@ KERNEL_PACKAGE = "sgl_kernel"
 def die_with_parent() -> None:
     """Makes the kernel kill this process when its parent dies.
 
-    Linux sends the signal when the *thread* that started this process ends. The pid in
-    the environment shows whether the parent died before the request.
+    Linux sends the signal when the parent *thread* of this process ends. The pid in the
+    environment shows whether the parent died before the request.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -121,8 +121,9 @@ def _stand_in_for_operators() -> None:
 def define_torchvision_operators() -> None:
     """Defines the operators of ``torchvision`` where its library does not load.
 
-    The library is built for one build of PyTorch. With another one, such as a build for
-    CPU, ``import torchvision`` fails where it registers fake kernels for the operators.
+    The library is built for a single build of PyTorch. With another build, such as a
+    build for CPU, ``import torchvision`` fails where it registers fake kernels for the
+    operators.
     """
     import torch
 
