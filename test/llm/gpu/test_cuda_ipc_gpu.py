@@ -16,6 +16,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.weight_update.plan import make_transport
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 pytestmark = NEEDS_GPU
@@ -84,7 +85,7 @@ def test_a_source_that_fails_in_the_middle(same_gpu):
     before = torch.cuda.memory_allocated()
     scheme = SGLangWeightSyncScheme(same_gpu, transport="cuda_ipc", bucket_bytes=SMALL)
     device = torch.device("cuda:0")
-    transport = scheme.options.make_transport(scheme.engine, device)
+    transport = make_transport(scheme.options, scheme.engine, device)
     served = same_gpu.get_model_metadata()
 
     def read():
