@@ -5,9 +5,9 @@
 first used, so that ``import torchrl_sglang`` is cheap.
 
 A public name is a row of ``_HOME``, with an example in its docstring and its place in
-``docs/source/reference``. Errors are in ``errors.py``; the values that layers exchange
-are in ``types.py``, also the arguments (``types.py::ServerArgs``) and the capabilities
-of a server (``types.py::ServerCapabilities``).
+``docs/source/reference``. Errors are in ``errors.py``; values exchanged by layers are
+in ``types.py``, also the arguments (``types.py::ServerArgs``) and the capabilities of a
+server (``types.py::ServerCapabilities``).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ _HOME = {
     "replay_sampling": "objectives.sampling",
     "serve_metrics": "telemetry.server",
 }
-"""Public name -> module that defines it."""
+"""Public name -> its module."""
 
 __all__ = [
     "GRPO",

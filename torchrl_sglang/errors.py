@@ -1,7 +1,6 @@
 """The exceptions of this package.
 
-Each is also the built-in exception that a caller would expect, so ``except ValueError``
-keeps working::
+Each is also the expected built-in exception, so ``except ValueError`` keeps working::
 
     SGLangError
     ├── ConfigurationError(ValueError)                 an argument is wrong

@@ -86,7 +86,7 @@ class VersionSpan:
     start: int
     """Index of the first response token of the span."""
     end: int
-    """One past the index of the last response token of the span."""
+    """Index after the last response token of the span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -472,7 +472,7 @@ class Distribution:
     bounds: tuple[float, ...]
     """Upper bounds, in ascending order and inclusive."""
     counts: tuple[int, ...]
-    """Number of values up to each bound and above the one before; the last counts
+    """Number of values up to each bound and above its predecessor; the last counts
     values above all bounds."""
     total: float
     """Sum of the values."""

@@ -125,10 +125,10 @@ class Settings:
 class AsyncSGLang(TorchRLCalls):
     """SGLang as an engine for TorchRL.
 
-    Make one with :meth:`from_pretrained`, which starts a server and owns it, or with
-    :meth:`connect`, which uses a running server. An engine can be used from several
-    threads and event loops at once. A pickled or copied engine becomes a connection
-    without ownership, without network access.
+    Make an engine with :meth:`from_pretrained`, which starts a server and owns it, or
+    with :meth:`connect`, which uses a running server. An engine can be used from
+    several threads and event loops at once. A pickled or copied engine becomes a
+    connection without ownership, without network access.
 
     Examples:
         >>> with AsyncSGLang.from_pretrained(tiny_model_path, device="cpu") as engine:

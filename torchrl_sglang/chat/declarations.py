@@ -20,7 +20,7 @@ from torchrl_sglang.chat.prompt_settings import PromptSettings
 class Declaration(dict[str, Any]):
     """A tool, or a part of a tool, immutable by convention.
 
-    It has no attribute that a template could confuse with a key.
+    It has no attribute confusable with a key in a template.
     """
 
     __slots__ = ("__texts",)

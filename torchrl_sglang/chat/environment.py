@@ -42,7 +42,7 @@ RESERVED = frozenset(
         "messages",
     }
 )
-"""Names of variables that are options of transformers."""
+"""Names of variables for options of transformers."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

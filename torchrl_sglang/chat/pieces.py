@@ -76,7 +76,7 @@ class PieceEncoder:
         self._tokenizer, self._encode = tokenizer, encode
         self._long, self._most = long, kept
         self._can_cut: dict[str, bool] = {}
-        # Other threads wait for a piece that is being encoded.
+        # Other threads wait for the encoding of a piece.
         self._kept: OrderedDict[str, Future[Sequence[int]]] = OrderedDict()
         self._characters = 0
         self._lock = threading.Lock()

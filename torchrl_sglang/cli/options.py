@@ -27,7 +27,7 @@ START_OPTIONS = (
 )
 RAY_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 TYPO_CUTOFF = 0.85
-"""Similarity of an unknown name to an own option that counts as a typo; a test checks
+"""Similarity of an unknown name to an own option, to count as a typo; a test checks
 that no argument of SGLang's server is as similar."""
 SECRETS = ("api_key", "admin_api_key", "ssl_keyfile_password")
 

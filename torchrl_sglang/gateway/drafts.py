@@ -1,7 +1,7 @@
 """Stable prefix of a response before it is complete.
 
-Streamed text is never retracted: text that could begin a tool call, a stop string or
-the end of reasoning is held until it cannot. The parsers of SGLang's servers locate
+Streamed text is never retracted: a possible begin of a tool call, a stop string or the
+end of reasoning is held until it is excluded. The parsers of SGLang's servers locate
 reasoning, as they do for the complete response.
 """
 

@@ -1,7 +1,7 @@
 """Conversion of sessions to TorchRL's layout.
 
 A row is a trajectory: the first prompt, and everything after it as the response. The
-assistant mask covers the policy's tokens that no earlier row has. All other log-probs
+assistant mask covers the policy's tokens absent from earlier rows. All other log-probs
 are NaN: losses exclude these tokens under each of their masking strategies. The rows of
 a session end with the last row: ``MCAdvantage`` counts sessions.
 """

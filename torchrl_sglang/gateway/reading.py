@@ -28,7 +28,7 @@ _NEEDED = frozenset(
         *("previous_response_id", "tools"),
     }
 )
-"""Fields that a request cannot lose without a change of its meaning."""
+"""Fields essential for the meaning of a request."""
 
 
 class RequestReader:

@@ -162,7 +162,7 @@ class _EqualRequests:
 class Answers:
     """The answers of a session. Used from a single event loop.
 
-    A request with one of :data:`ATTEMPT_HEADERS` may be a repetition; a request with
+    A request with any of :data:`ATTEMPT_HEADERS` may be a repetition; a request with
     the ``Idempotency-Key`` of an earlier request is. An equal request without these
     headers is for another response.
 

@@ -77,8 +77,8 @@ class Store:
 
     A thread writes, in the order of the calls. Changes with a disk error are kept and
     written first when it recovers, except turns: no client has seen an unwritten turn.
-    A turn is stored as its difference to its parent. A file belongs to one gateway at a
-    time.
+    A turn is stored as its difference to its parent. A file belongs to a single gateway
+    at a time.
 
     Args:
         path: path of the file; created if missing, readable by its owner only.

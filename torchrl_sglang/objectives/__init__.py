@@ -3,7 +3,7 @@
 ``formulas.py`` has the formulas, tensors in and tensors out; ``config.py`` the choice
 of methods and verl's presets; ``correct.py`` applies a configuration to the log-probs
 of a batch, and ``metrics.py`` measures how far off-policy it is. ``transform.py`` is a
-TorchRL transform that reads a batch with ``columns.py`` and writes the inputs of
+TorchRL transform, which reads a batch with ``columns.py`` and writes the inputs of
 ``GRPOLoss``; ``losses.py`` has TorchRL's losses with corrections. ``support.py`` reads
 the sampling distributions of tokens, and ``token_terms.py`` computes log-probs over
 them; ``sampling.py`` does so for TorchRL's losses.

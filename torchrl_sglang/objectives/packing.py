@@ -84,8 +84,8 @@ def why_padded(model: Any) -> str:
 def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     """Makes a model read several sequences in one row, if it can and should.
 
-    A model whose attention is PyTorch's ``sdpa`` gets an attention that computes each
-    sequence of a row alone; for other rows it is ``sdpa``.
+    A model whose attention is PyTorch's ``sdpa`` gets an attention for each sequence of
+    a row alone; for other rows it is ``sdpa``.
 
     Args:
         model: a model of transformers.

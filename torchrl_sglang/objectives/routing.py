@@ -253,14 +253,14 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
     A mixture of experts chooses some experts for each token and layer. Engine and
     trainer, with different kernels, sometimes choose differently, and such a token's
     log-prob is of another function than at sampling. Here, routers choose the engine's
-    reported experts. The weights of the experts come from the router's own scores, so
-    that it is trained as usual.
+    reported experts. The weights of the experts come from the router's own scores: it
+    is trained as usual.
 
     Inside the block, the model replays given experts: from
     :meth:`~RoutingReplay.using`, from a wrapper given here instead of its model, and
-    from the losses of this package; otherwise, its routers choose. A backward pass that
-    recomputes activations (gradient checkpointing) replays the experts of its forward
-    pass, also after the block.
+    from the losses of this package; otherwise, its routers choose. A backward pass with
+    gradient checkpointing replays the experts of its forward pass, also after the
+    block.
 
     Experts come from ``token_columns=["routed_experts"]``; the router chooses for
     unreported tokens, such as the last.

@@ -71,7 +71,7 @@ def seconds_or(name: str, value: float | None, default: float) -> float:
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:
-    """Returns an integer that is not below ``least``."""
+    """Returns an integer of at least ``least``."""
     count = to_python(value)
     if not isinstance(count, int) or isinstance(count, bool) or count < least:
         raise ConfigurationError(

@@ -31,9 +31,9 @@ def collect_garbage_afterwards() -> Iterator[None]:
 def old_objects_frozen() -> Iterator[None]:
     """Excludes existing objects from garbage collections within a block.
 
-    Most of them come from the imports of torch and transformers: a collection that
-    visits them stops all threads for at least a third of a second. Cycles among them
-    that become garbage within the block are freed after it.
+    Most of them come from the imports of torch and transformers: a collection with them
+    stops all threads for at least a third of a second. Cycles among them, which become
+    garbage within the block, are freed after it.
     """
     if gc.get_freeze_count() > FROZEN_BY_PYTHON:
         # The program does so itself.

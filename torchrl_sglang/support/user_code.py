@@ -1,7 +1,7 @@
 """Isolates exceptions of the user's coroutines from the event loop.
 
 asyncio acts on some exceptions instead of passing them to the awaiting task: a
-``CancelledError`` counts as the cancellation of every task that it passes through, and
+``CancelledError`` counts as the cancellation of every task in its way, and
 ``SystemExit`` or ``KeyboardInterrupt`` ends the event loop. A user's coroutine raises
 the former when an awaited object was cancelled, such as a shared task or a closed
 client's request.

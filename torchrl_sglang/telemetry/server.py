@@ -154,7 +154,7 @@ class _ThreadedServer(ThreadingMixIn, WSGIServer):
 class _QuietHandler(WSGIRequestHandler):
     """Writes no line for each scrape."""
 
-    # Timeout of a client that sends no request.
+    # Timeout of a client without a request.
     timeout = 30.0
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - Its name.

@@ -129,7 +129,7 @@ def answers(server: ServerHandle) -> bool:
 
 
 def wait_until_dead(server: ServerHandle) -> None:
-    """Waits until a handle detects that its server has ended."""
+    """Waits until a handle detects the end of its server."""
     deadline = time.monotonic() + SECONDS
     while server.state != "dead":
         assert time.monotonic() < deadline, server.state

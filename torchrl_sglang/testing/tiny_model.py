@@ -148,7 +148,7 @@ def make_tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-        # A zero bias would hide that it was never sent to the engine.
+        # A zero bias would hide a missing transfer to the engine.
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=initializer_range)

@@ -1,6 +1,6 @@
 """Specifications of Vega-Lite for curves and timelines.
 
-Colours, fonts and sizes that depend on light or dark are in ``static/page.js``.
+Colours, fonts and sizes for light or dark are in ``static/page.js``.
 """
 
 from __future__ import annotations

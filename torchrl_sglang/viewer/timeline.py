@@ -13,7 +13,7 @@ MOST_BARS = 1_500
 """Most bars of a lane; shorter bars are merged."""
 
 GAP = 5.0
-"""Number of intervals that a server's sample remains valid without a successor."""
+"""Number of intervals of validity of a server's sample without a successor."""
 
 SAME = 1e-6
 """Gap in seconds up to which bars are consecutive."""

@@ -64,7 +64,7 @@ _MAY_DIFFER = {
     "start_id",
     "server_args",
 }
-"""Capabilities that may differ between the servers of an engine."""
+"""Capabilities, possibly different between the servers of an engine."""
 
 _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
     "enable_memory_saver": (True,),

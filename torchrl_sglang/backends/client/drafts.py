@@ -28,7 +28,7 @@ def model_fields(
 
     Args:
         capabilities: capabilities of the servers.
-        route: route of the weights; ``None`` for the call that opens an update session.
+        route: route of the weights; ``None`` for the call to open an update session.
         draft: treatment of the draft model.
     """
     if capabilities.draft is None or route == "disk":

@@ -51,7 +51,7 @@ OPEN_ROUTES = frozenset(
         *("health", "health_generate", "ready", "metrics", "workers"),
     }
 )
-"""Routes, beside those below ``/v1``, that accept the ``api_key`` even if there is an
+"""Routes, beside those below ``/v1``, which accept the ``api_key`` even if there is an
 ``admin_api_key`` (``auth_level`` in ``sglang/srt/entrypoints/http_server.py``)."""
 
 DENIED = (401, 403)

@@ -251,7 +251,7 @@ class AdapterDropped(Event):
 
     served_as: str
     kept: Mapping[str, SGLangError]
-    """Address of a server that may still hold it -> error."""
+    """Address of a server with a possible load -> error."""
 
     def _apply(self, step: Step) -> None:
         adapters, gone = step.state.adapters, self.served_as

@@ -178,7 +178,7 @@ class Fleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Running servers; in a weight update, the servers that ran when it began."""
+        """Running servers; in a weight update, the running servers at its begin."""
         return self._state.urls
 
     @property

@@ -241,8 +241,8 @@ class RemoteRouter:
 class Directory(Protocol):
     """Addresses of the servers of an engine, for its copies.
 
-    The engine that started them publishes them; copies of the engine in other processes
-    read them. Copies are pickled with it.
+    Their engine publishes them; copies of the engine in other processes read them.
+    Copies are pickled with it.
     """
 
     def publish(self, urls: Sequence[str]) -> None:

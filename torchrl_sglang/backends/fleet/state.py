@@ -96,7 +96,7 @@ class FleetState:
 
     @cached_property
     def urls(self) -> tuple[str, ...]:
-        """Running servers; in a weight update, the servers that ran when it began."""
+        """Running servers; in a weight update, the running servers at its begin."""
         if self.updating is not None:
             return tuple(url for url, _ in self.updating)
         return tuple(replica.url for replica in self.running)

@@ -1,7 +1,7 @@
 """The command, environment and ports of a server, decided before its start.
 
-The commands of all servers of an engine are made before the first server starts, so
-that a wrong argument, a port in use or a missing GPU is found before anything runs.
+The commands of all servers of an engine are made before the first server starts, to
+find a wrong argument, a port in use or a missing GPU before anything runs.
 
 The engine can live in another interpreter and have any version, so its flags are read
 from its source files. These are parsed and never imported: an import takes seconds and
@@ -110,8 +110,8 @@ def make_server_command(
     deterministic = bool(to_python(arguments.get("enable_deterministic_inference")))
     _check_modes(device, deterministic, arguments)
     if deterministic:
-        # Decoding leaves cache entries that differ in bits from a prefill's, and cache
-        # hits depend on timing.
+        # Decoding leaves cache entries unequal in bits to a prefill's, and cache hits
+        # depend on timing.
         arguments.setdefault("disable_radix_cache", True)
     check_local_model(model)
     _check_nodes(arguments)
@@ -139,7 +139,7 @@ def make_server_command(
         os.environ, own_python=program[0] != sys.executable
     )
     if is_loopback(host) and int(arguments.get("nnodes") or 1) == 1:
-        # Otherwise gloo listens on the address that the machine's name resolves to.
+        # Otherwise gloo listens on the address of the machine's name.
         variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     variables |= SERVER_ENVIRONMENT | device_variables | check_environment(environment)
     flags = find_flags(program[0], variables)

@@ -353,7 +353,7 @@ def _fill(
     next_update = start + (update_every or math.inf)
     while len(buffer) < turns:
         if not collector.is_running():
-            # Raises the error that ended it.
+            # Raises its final error.
             collector.start()
         if time.monotonic() > start + ROUND_SECONDS:
             raise CollectionTimeoutError(

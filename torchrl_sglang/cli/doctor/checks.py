@@ -44,7 +44,7 @@ SLOW = "weight updates are many times slower with it."
 NCCL_VARIABLES = {
     CUMEM: "a server sets 0 unless it inherits this, and the first broadcast fails "
     "where the two sides differ.",
-    # Servers that set NCCL_CUMEM_ENABLE=0 need neither of the next two.
+    # Servers with NCCL_CUMEM_ENABLE=0 need neither of the next two.
     "NCCL_P2P_DISABLE": f"it keeps GPUs from copying to each other directly; {SLOW}",
     "NCCL_SHM_DISABLE": f"it keeps NCCL from using shared memory; {SLOW}",
     "NCCL_NVLS_ENABLE": "servers inherit it, while SGLang's own default is 0.",

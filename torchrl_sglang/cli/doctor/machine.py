@@ -90,7 +90,7 @@ class Machine:
 
 
 def read_requirements() -> Required:
-    """Returns the versions that this package requires."""
+    """Returns the package's required versions."""
     try:
         about = importlib.metadata.distribution("torchrl-sglang")
     except importlib.metadata.PackageNotFoundError:

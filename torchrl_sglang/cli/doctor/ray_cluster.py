@@ -22,13 +22,13 @@ ANSWER_SECONDS = 120.0
 """Timeout for the actors to start, or to check their nodes."""
 
 AT_ONCE = 64
-"""Connections that a node tries at the same time."""
+"""Concurrent connections tried by a node."""
 
 DIFFER = ("engine", "gpu", "model")
 """Checks whose findings are also listed for each node where all is well."""
 
 SEE_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
-"""Ray 2.50 hides the GPUs of a node from an actor that reserves none."""
+"""Ray 2.50 hides the GPUs of a node from an actor without a reservation."""
 
 
 class RayNode(NamedTuple):

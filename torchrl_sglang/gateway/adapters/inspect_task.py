@@ -45,8 +45,8 @@ class InspectAgent:
     A task here is a sample of the task's dataset. Inspect runs its solver with the
     gateway as the model, in its sandbox, if any, and scores it. All samples are parts
     of a common evaluation of Inspect in a thread, which begins with the first sample
-    and ends with :meth:`close`; a process can have one evaluation at a time. It has no
-    progress bars unless ``INSPECT_DISPLAY`` is set.
+    and ends with :meth:`close`; a process can have a single evaluation at a time. It
+    has no progress bars unless ``INSPECT_DISPLAY`` is set.
 
     It needs an Inspect with ``SampleSource``, as 0.3.285; extra ``inspect``.
 

@@ -54,7 +54,7 @@ async def _delivery(request: web.Request) -> AsyncIterator[None]:
     """
     _check_open(request.transport, _HUNG_UP)
     yield
-    # A client that has read everything may hang up.
+    # A client may hang up after its last read.
     _check_open(request.transport, 0)
     while request.transport and request.transport.get_write_buffer_size():
         await asyncio.sleep(0.01)
