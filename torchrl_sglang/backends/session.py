@@ -110,8 +110,8 @@ def update_weights(
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
-    After whole weights, requests that select no LoRA adapter are computed only with
-    these: published adapters are dropped from every server before it generates again.
+    After whole weights, requests without a LoRA adapter are computed only with these:
+    published adapters are dropped from every server before it generates again.
 
     ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
     the servers load their original weights; they may hold half of an update, so any
@@ -175,7 +175,7 @@ def update_weights(
 
 @dataclass(kw_only=True)
 class _UpdateSession:
-    """The state of one update and its servers."""
+    """The state of an update and its servers."""
 
     engine: RLSGLangEngine
     update: WeightUpdate
@@ -196,7 +196,7 @@ class _UpdateSession:
     adapter: str | None = None
     """The default adapter before the update."""
     opened: set[str] = field(default_factory=set)
-    """Servers with a session of this update; ``unclear`` ones may have one."""
+    """Servers with a session of this update; ``unclear`` servers may have a session."""
     unclear: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -317,7 +317,7 @@ class _UpdateSession:
         """Changes the adapter of requests, also on paused servers."""
         self.engine.default_adapter = adapter
         if mode == "in_place":
-            # A server that is paused in place does not end running requests.
+            # A server paused in place does not end running requests.
             run_sync(self.control.pause("retract", timeout=timeout))
         self._abort_all(timeout)
 
@@ -373,7 +373,8 @@ class _UpdateSession:
             self._flush()
 
     def _begin(self) -> bool:
-        """Opens a session on every server; returns whether another sender had one open.
+        """Opens a session on every server; returns whether another sender had a
+        session.
 
         It waits for such a session, and closes it when its sender seems to be gone.
         """
@@ -404,7 +405,7 @@ class _UpdateSession:
     def _open_sessions(
         self, urls: list[str], timeout: float
     ) -> dict[str, SGLangError | None]:
-        """Opens sessions on servers, and records the successful ones."""
+        """Opens sessions on servers, and records successes."""
         # Unclear until the response, also if this is interrupted.
         self.unclear |= set(urls)
         outcomes = run_sync(
@@ -453,7 +454,7 @@ class _UpdateSession:
                 )
         if not safe:
             self.update.mark_inconsistent(problem)
-            # A server that is gone now may come back with it.
+            # A server, gone now, may come back with it.
             self.update.reserve(self.version)
             # Other clients of the servers do not know about the inconsistency.
             self._stay_paused()
@@ -472,7 +473,7 @@ class _UpdateSession:
             self._resume(CLEANUP_SECONDS)
 
     def _close_sessions(self) -> bool:
-        """Closes this update's sessions; returns whether an unclear one was open."""
+        """Closes this update's sessions; returns whether an unclear server had any."""
         outcomes = run_sync(
             self.control.end_weight_update_on_each(
                 sorted(self.opened | self.unclear), timeout=CLEANUP_SECONDS
@@ -484,7 +485,7 @@ class _UpdateSession:
         return not self.unclear <= refused
 
     def _others_update(self) -> bool:
-        """Tries to open sessions; returns whether another sender has one open."""
+        """Tries to open sessions; returns whether another sender has a session."""
         urls = [
             url for url in self.control.urls if url not in self.opened | self.unclear
         ]

@@ -46,7 +46,7 @@ IGNORED_VARIABLES: Mapping[str, str] = {
 
 @cache
 def warn_of_ignored_variables() -> None:
-    """Warns, once in a process, of variables that are set and have no effect here."""
+    """Warns, once in a process, of set variables without an effect here."""
     for name in IGNORED_VARIABLES.keys() & os.environ.keys():
         torchrl_logger.warning(
             f"{name}={os.environ[name]} is set, which TorchRL's own SGLang classes "
@@ -55,7 +55,7 @@ def warn_of_ignored_variables() -> None:
 
 
 class TorchRLCalls(RLSGLangEngine):
-    """Methods of TorchRL's engines, for code that was written for them."""
+    """Methods of TorchRL's engines, for code written for them."""
 
     def generate_batch(
         self,
@@ -71,7 +71,7 @@ class TorchRLCalls(RLSGLangEngine):
         return self.flush_cache()
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> Any:
-        """Returns the number of all users' requests on each server, or on one."""
+        """Returns the number of all users' requests on each or a given server."""
         loads = run_sync(self.control.loads())
         return _choose([running + queued for running, queued in loads], actor_index)
 
@@ -134,10 +134,10 @@ class TorchRLCalls(RLSGLangEngine):
         *,
         timeout: float = 300.0,
     ) -> str:
-        """Makes every server receive a tensor that the trainer broadcasts concurrently.
+        """Makes every server receive a tensor of the trainer's concurrent broadcast.
 
         It is an update with its own weight version, and the engine must be idle.
-        :meth:`.SGLangWeightSender.update_weights` sends all tensors in one update.
+        :meth:`.SGLangWeightSender.update_weights` sends all tensors in a single update.
 
         Args:
             name: name of the parameter.
@@ -146,7 +146,7 @@ class TorchRLCalls(RLSGLangEngine):
             timeout: in seconds.
 
         Returns:
-            The weight version that the servers report from now on.
+            The weight version of the servers' reports from now on.
 
         Raises:
             WeightSyncStateError: if a request or another update runs, or if an earlier
@@ -193,7 +193,7 @@ class TorchRLCalls(RLSGLangEngine):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Announced:
-    """A tensor that the trainer broadcasts."""
+    """A tensor of the trainer's broadcast."""
 
     name: str
     dtype: torch.dtype
@@ -236,7 +236,7 @@ class _Broadcast(session.Transfer):
 
 
 def _choose(numbers: list[Any], actor_index: int | None) -> Any:
-    """Returns the number of one server, or all."""
+    """Returns the number of a server, or all."""
     if actor_index is None:
         return numbers
     if check_count("actor_index", actor_index, least=0) >= len(numbers):

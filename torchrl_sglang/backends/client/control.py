@@ -66,7 +66,7 @@ class Servers(Protocol):
 
     @property
     def asleep(self) -> Collection[str]:
-        """Tags of the released memory; computation requires that there are none."""
+        """Tags of the released memory; computation requires none."""
 
 
 class ControlPlane:
@@ -89,7 +89,7 @@ class ControlPlane:
 
     @property
     def membership_epoch(self) -> int:
-        """Grows whenever a server joins; a process group holds for one value."""
+        """Grows whenever a server joins; a process group holds for a single value."""
         return self._servers.membership_epoch
 
     @property
@@ -137,7 +137,7 @@ class ControlPlane:
         method: Method = "POST",
         at_once: int | None = AT_ONCE,
     ) -> list[Any]:
-        """Returns the servers' responses; raises the worst error if one failed."""
+        """Returns the servers' responses; raises the worst error if any failed."""
         outcomes = await self._each(path, payload, timeout, urls, method, at_once)
         if not outcomes:
             raise ServerUnavailableError(
@@ -176,7 +176,7 @@ class ControlPlane:
     async def weight_versions(
         self, *, timeout: float = QUERY_TIMEOUT_SECONDS, urls: Urls = None
     ) -> list[str]:
-        """Returns the weight version that each server reports."""
+        """Returns each server's reported weight version."""
         answers = await self._get("/model_info", timeout, urls)
         return [str(answer.get("weight_version") or "default") for answer in answers]
 
@@ -194,7 +194,7 @@ class ControlPlane:
         return [weight_loaders(answer) for answer in answers]
 
     async def schedulers_answer(self, *, timeout: float) -> Errors:
-        """Checks that every scheduler works, by a cheap task.
+        """Checks every scheduler by a cheap task.
 
         A process in front of it answers most other queries, even while the scheduler
         hangs. A refusal is a response, and a wrong key no reason for a restart.
@@ -253,7 +253,7 @@ class ControlPlane:
         return await self._all("/get_weights_by_name", payload, timeout, urls)
 
     async def set_weight_version(self, version: str, *, timeout: float) -> None:
-        """Sets the version of the weights that each server holds."""
+        """Sets the version of each server's weights."""
         payload = {"new_version": version, "abort_all_requests": False}
         await self._all("/update_weight_version", payload, timeout)
 
@@ -315,7 +315,7 @@ class ControlPlane:
     async def parse_response(
         self, path: str, content: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the parsed response, from the first server that answers.
+        """Returns the parsed response, from the first server with an answer.
 
         Args:
             path: ``"/parse_function_call"`` or ``"/separate_reasoning"``.
@@ -388,7 +388,7 @@ class ControlPlane:
     ) -> None:
         """Releases GPU memory of a server, or allocates released memory again.
 
-        It ends a server that is not idle, paused and awake, or has not released it.
+        It ends a server unless it is idle, paused and awake, and has released it.
         """
         payload = {"tags": sorted(tags)}
         await self._all(f"/{verb}_memory_occupation", payload, timeout, [url])
@@ -474,10 +474,10 @@ class ControlPlane:
         """Loads weights into servers from a process group, a folder or the request.
 
         ``fields`` are the fields of SGLang's route. ``load_format`` is
-        ``"flattened_bucket"`` for tensors in one buffer, or the name of a loader of the
-        servers; for a folder, it defaults to the format of the server's start, which
-        reads no files if it is ``"dummy"``. ``weight_version``, given with the last
-        part, is reported from then on.
+        ``"flattened_bucket"`` for tensors in a single buffer, or the name of a loader
+        of the servers; for a folder, it defaults to the format of the server's start,
+        which reads no files if it is ``"dummy"``. ``weight_version``, given with the
+        last part, is reported from then on.
         """
         payload = {
             **fields,
@@ -507,8 +507,8 @@ class ControlPlane:
     ) -> Errors:
         """Loads an adapter into servers under a new name; returns each server's error.
 
-        It is in a folder that they can read, or the text of :func:`.payload.to_text`,
-        with the content of PEFT's ``adapter_config.json``.
+        It is in a folder readable there, or the text of :func:`.payload.to_text`, with
+        the content of PEFT's ``adapter_config.json``.
         """
         payload = {"lora_name": name, "pinned": pinned}
         if path is not None:

@@ -187,7 +187,7 @@ class Supervisor:
         self._publish_at = 0.0
         # Whether a router may hold requests for a dead machine.
         self._lost_behind_router = False
-        # The watch, and slow tasks that it does not wait for.
+        # The watch, and slow tasks, which run beside it.
         self._tasks: dict[str, asyncio.Task[None]] = {}
         # Tasks to load or drop an adapter.
         self._calls: set[asyncio.Task[None]] = set()

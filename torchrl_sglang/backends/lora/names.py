@@ -1,7 +1,7 @@
 """Names of LoRA adapters in requests, and of each load on servers.
 
-``policy@7#18a3f`` is load 0x18a3f of ``policy``, with weight version 7. Requests that
-select no adapter use an adapter with ``@``, not with ``~``.
+``policy@7#18a3f`` is load 0x18a3f of ``policy``, with weight version 7. Requests
+without an adapter use an adapter with ``@``, not with ``~``.
 """
 
 from __future__ import annotations
