@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from torchrl_sglang.collectors.groups.conversations import check_step
+from torchrl_sglang.collectors.groups.functions import FunctionGroups
 from torchrl_sglang.collectors.groups.reward_functions import (
     RewardFunction,
     read_functions,
 )
-from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.trainers.arguments import RunArguments
 
 FUNCTIONS = ("rewards", "group_rewards", "step", "tools", "max_turns", "system_prompt")
@@ -43,20 +41,12 @@ def read_rewards(arguments: RunArguments) -> dict[tuple[str, str], RewardFunctio
             query_key=arguments.query_key,
         )
         rewards |= {(argument, name): function for name, function in functions.items()}
-    if arguments.step is not None:
-        check_step(arguments.step)
-    elif not rewards:
+    if arguments.step is None and not rewards:
         raise ConfigurationError(
             "There is nothing to learn from: give rewards=... or group_rewards=..., "
             "functions of a conversation and its task, or a step that sets rewards."
         )
-    if arguments.tools is not None:
-        Tools(arguments.tools)
-    prompt = arguments.system_prompt
-    if prompt is not None and not isinstance(prompt, str):
-        raise ConfigurationError(f"system_prompt must be a text, got {prompt!r}.")
-    if arguments.max_turns is not None:
-        check_count("max_turns", arguments.max_turns)
+    FunctionGroups(**{name: getattr(arguments, name) for name in FUNCTIONS})
     return rewards
 
 

@@ -158,8 +158,6 @@ class Conversations:
         self._max_turns = max_turns
         self._timeouts = timeouts
         self._blocking = blocking
-        if step is not None:
-            check_step(step)
         self._calls = (
             None
             if tools is None

@@ -12,6 +12,7 @@ from torchrl_sglang.collectors.groups.conversations import (
     Conversation,
     Conversations,
     Step,
+    check_step,
 )
 from torchrl_sglang.collectors.groups.recorded import record_conversation
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
@@ -115,10 +116,17 @@ class FunctionGroups(GroupKind):
         check_count("num_threads", self.num_threads)
         if self.max_turns is not None:
             check_count("max_turns", self.max_turns)
+        if self.step is not None:
+            check_step(self.step)
         if not callable(self.tool_parser):
             raise ConfigurationError(
                 f"tool_parser must be a function, got {self.tool_parser!r}."
             )
+        if self.tools is not None:
+            Tools(self.tools)
+        prompt = self.system_prompt
+        if prompt is not None and not isinstance(prompt, str):
+            raise ConfigurationError(f"system_prompt must be a text, got {prompt!r}.")
 
     def maker(self, setting: GroupSetting) -> FunctionGroupMaker:
         """Returns a maker of groups, for one collector.
