@@ -67,8 +67,7 @@ class SGLangError(Exception):
     partly: bool = False
     """Whether a call to several servers failed here and succeeded on another server."""
     completions: Mapping[int, object] = {}
-    """Finished responses (:class:`.Completion`) of the batch ended by this error, by
-    position."""
+    """Finished responses (:class:`.Completion`) of the failed batch, by position."""
 
     def __init__(self, *message: object, **attributes: Any) -> None:
         super().__init__(*message)

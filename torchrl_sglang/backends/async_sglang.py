@@ -447,8 +447,7 @@ class AsyncSGLang(TorchRLCalls):
             model: folder or hub name with the served model's configuration and
             tokenizer, if the server's reported path cannot be read here.
             api_key: key of the servers.
-            admin_api_key: key for updates, aborts, sleep and other control calls, if it
-                differs.
+            admin_api_key: separate key for updates, aborts, sleep and other control.
             max_in_flight: as for :meth:`from_pretrained`, like ``max_attempts``.
             max_attempts: number of attempts of a request.
             trust_remote_code: run the served model's code to read its configuration,
@@ -531,8 +530,7 @@ class AsyncSGLang(TorchRLCalls):
     def replicas(self) -> tuple[Replica, ...]:
         """Last known state of every server; reads it without a request.
 
-        Includes others' servers and unavailable servers. :meth:`stats` asks the
-        servers.
+        Includes others' and unavailable servers. :meth:`stats` asks the servers.
 
         Examples:
             >>> [(replica.url, replica.state) for replica in engine.replicas]

@@ -252,8 +252,7 @@ class RLSGLangEngine(abc.ABC):
             tensors: its tensors instead, as ``peft.get_peft_model_state_dict`` returns
                 them, on any device.
             config: content of PEFT's ``adapter_config.json``, with ``tensors``.
-            pinned: keep it in the batch memory; the servers leave a place or more for
-            others.
+            pinned: keep it in the batch memory; the servers leave a place for others.
             version: weight version of its completions.
             default: use it for requests without ``adapter``, of every engine object of
                 these servers, until whole weights replace it.

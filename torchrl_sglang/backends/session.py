@@ -373,8 +373,7 @@ class _UpdateSession:
             self._flush()
 
     def _begin(self) -> bool:
-        """Opens a session on every server; returns whether another sender had a
-        session.
+        """Opens a session on every server; returns whether another sender had any.
 
         It waits for such a session, and closes it when its sender seems to be gone.
         """

@@ -32,8 +32,7 @@ def from_openai(messages: Any) -> list[Message]:
     """Returns the messages of an OpenAI chat request.
 
     Raises:
-        ConfigurationError: if they are not messages, or contain other content than
-            text.
+        ConfigurationError: if they are not messages, or have content other than text.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigurationError("messages must be a list of at least one message.")

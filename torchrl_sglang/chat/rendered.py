@@ -22,8 +22,7 @@ class ChatResponse:
     message: Message
     """The response as a message, with separate tool calls and reasoning."""
     text: str
-    """The response as a text, without its stop string, and without an end from the
-    template."""
+    """The response as a text, without its stop string and the template's end."""
     end: str | None
     """Text of its end token; ``None`` if no token ended it."""
 

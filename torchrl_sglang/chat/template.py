@@ -295,7 +295,7 @@ class ChatTemplate(Encoder):
             known: tokens of its begin, such as an earlier prompt and response.
 
         Returns:
-            ``None`` if the conversation begins differently, or the known tokens have no
+            ``None`` if the conversation begins differently, or known tokens have no
             text.
         """
 

@@ -9,8 +9,7 @@ so that ``--help`` and mistakes are answered at once. This module itself needs o
 standard library: ``cpu`` runs before anything is installed.
 
 Results go to standard output, everything else to standard error. The exit status is 0,
-1 for a failure, 2 for a wrong command line, or 128 plus the number of the interrupting
-signal.
+1 for a failure, 2 for a wrong command line, or 128 plus a signal's number.
 
 A command is a module with ``add_command``, and its name in ``parse``.
 """

@@ -1,8 +1,7 @@
 """Command-line options of new servers, and a parser that suggests names.
 
 The own options of ``serve`` and ``bench`` determine the place and kind of servers;
-every other ``--name value`` is an argument of the server, under SGLang's or vLLM's
-name.
+every other ``--name value`` is an argument of the server, as for SGLang or vLLM.
 """
 
 from __future__ import annotations

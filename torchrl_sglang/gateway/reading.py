@@ -104,8 +104,7 @@ class RequestReader:
 def _check_work(params: Mapping[str, Any]) -> None:
     """Raises :class:`ConfigurationError` for parameters that block a server for long.
 
-    A client has the key of a single session, and other users' requests are on the same
-    servers.
+    A client has a session's key, and other users' requests are on the same servers.
     """
     if params.get("stop_regex"):
         raise ConfigurationError(

@@ -255,8 +255,7 @@ class Session:
         """Yields turns whose messages a conversation begins with, longest first.
 
         With the number of messages, and the response if the client has edited it. Ties
-        are broken by fewest client edits, then by the client's reference, then by
-        recency.
+        are broken by fewest edits, then by the client's reference, then by recency.
         """
         latest = self._latest(messages, setting)
         longest = len(messages)
@@ -282,8 +281,7 @@ class Session:
     def _ended(self, key: bytes, said: Sequence[Message]) -> list[Turn]:
         """Returns the last turns of a conversation with a key, the likeliest first.
 
-        The order is by fewest client edits, then by the client's reference, then by
-        recency.
+        The order is by fewest edits, then by the client's reference, then by recency.
         """
         candidates = []
         for turn in reversed(list(self._ends.get(key, ()))):

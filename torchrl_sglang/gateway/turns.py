@@ -111,8 +111,7 @@ class Turn:
     """A response of the model, and its prompt."""
 
     number: int
-    """Number of the turn in the session. Numbers ascend; numbers of unseen turns are
-    missing."""
+    """Number of the turn in the session. Numbers ascend, without unseen turns."""
     prompt: Prompt
     """Prompt read by the model."""
     completion: Completion
@@ -196,8 +195,7 @@ def go_on(
     template: ChatTemplate,
     said: Message | None = None,
 ) -> Prompt | None:
-    """Returns a continuation of a turn as a prompt; ``None`` if the template forbids
-    it.
+    """Returns a prompt in continuation of a turn; ``None``: the template forbids it.
 
     Args:
         turn: turn to continue.

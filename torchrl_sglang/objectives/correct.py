@@ -142,7 +142,7 @@ def scale_advantage(
 ) -> Tensor:
     """Returns the advantage for a corrected gradient of ``GRPOLoss``.
 
-    The clipped objective is proportional to the advantage, so a weight may multiply
+    The clipped objective is proportional to the advantage, so weights may multiply
     either.
 
     Args:

@@ -406,8 +406,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
     def _check_scored(self, parts: list[Any], ranks: LossRanks) -> None:
         """Refuses a batch in which no token of the policy has a log-prob.
 
-        Without a correction, tokens rejected by an earlier correction have none,
-        either.
+        Without a correction, tokens rejected by an earlier correction have none.
         """
         if self.correction is None:
             return

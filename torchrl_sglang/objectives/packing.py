@@ -96,8 +96,7 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
         str: the reason against it; "" if it packs.
 
     Raises:
-        ConfigurationError: if ``packing`` is True and the model cannot, or it is
-            invalid.
+        ConfigurationError: if ``packing`` is invalid, or True and the model cannot.
     """
     check_auto("packing", packing)
     if packing is False:

@@ -100,8 +100,7 @@ class RoutingReplay:
             key: key of the experts in a batch.
 
         Raises:
-            ConfigurationError: if the batch has none, or their number of layers
-                differs.
+            ConfigurationError: if the batch has none, or for another number of layers.
         """
         if isinstance(experts, Tensor):
             routed = _Pass(experts=experts, ids=None)
@@ -259,8 +258,7 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
     Inside the block, the model replays given experts: from
     :meth:`~RoutingReplay.using`, from a wrapper given here instead of its model, and
     from the losses of this package; otherwise, its routers choose. A backward pass with
-    gradient checkpointing replays the experts of its forward pass, also after the
-    block.
+    gradient checkpointing replays its forward pass's experts, also after the block.
 
     Experts come from ``token_columns=["routed_experts"]``; the router chooses for
     unreported tokens, such as the last.

@@ -96,8 +96,7 @@ class OffPolicyCorrection(Transform):
     Raises:
         ConfigurationError: if the configuration is not valid, a batch lacks a column of
             a method, or no token of the policy has a log-prob.
-        NotFiniteError: if the advantage of a loss token is NaN or infinite, on any
-            rank.
+        NotFiniteError: if any rank's loss token has a NaN or infinite advantage.
 
     Examples:
         >>> from tensordict import TensorDict

@@ -95,8 +95,8 @@ async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -
 
     Raises:
         CallTimeoutError: after ``seconds``.
-        RuntimeError: if it raises an exception that asyncio would act on, or cancels
-            itself.
+        RuntimeError: if it raises an exception of asyncio's control flow, or cancels
+        itself.
     """
     task = asyncio.ensure_future(_guarded(awaitable))
     try:

@@ -10,8 +10,8 @@ from torchrl_sglang.viewer.run import Bar, RunData
 from torchrl_sglang.viewer.timeline import TRAINER
 
 LATELY = 0.5
-"""Share of the run, its last part, for the sentences: at least a minute of it, and at
-most ten."""
+"""Share of the run, its last part, for the sentences: a minute at least, ten at
+most."""
 
 SMALL, LARGE = 0.1, 0.25
 """Shares of the time: negligible, and a loss."""

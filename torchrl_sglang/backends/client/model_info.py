@@ -6,8 +6,7 @@ its saved names are listed. They can differ from the module's: transformers fuse
 experts of a layer on loading. A loader silently drops a fused name.
 
 After a load from a folder, a server reports this folder as its model. The folder is
-removed when newer weights are written, so a mark in it names the server's original
-model.
+removed when newer weights are written; a mark in it names the original model.
 """
 
 from __future__ import annotations

@@ -271,8 +271,7 @@ class StartMore(Protocol):
         Args:
             count: number of servers.
             cuda_devices: their GPUs; ``None``: free GPUs.
-            begun: called with each server whose start has begun; if it raises, all are
-                stopped.
+            begun: called with each starting server; if it raises, all are stopped.
 
         Raises:
             ConfigurationError: if there is no place for them.

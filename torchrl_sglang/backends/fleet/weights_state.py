@@ -138,8 +138,7 @@ class RequestGate:
 class WeightUpdate:
     """Reports the steps and the outcome of a weight update to the engine.
 
-    ``change`` replaces the engine's :class:`ServedWeights`; ``before`` is the last
-    state.
+    ``change`` replaces ``before``, the engine's :class:`ServedWeights`.
     """
 
     def __init__(
@@ -181,8 +180,7 @@ class WeightUpdate:
     def mark_inconsistent(self, reason: str, *, base_intact: bool = False) -> None:
         """Refuses generation: the servers may hold a mix of old and new weights.
 
-        ``base_intact``: only an adapter is inconsistent, and the next adapter replaces
-        it.
+        ``base_intact``: only an adapter is inconsistent, until the next adapter.
         """
         self._end(reason, base_intact=base_intact)
 

@@ -23,8 +23,7 @@ SGLANG = 256
 ARGUMENT = "cuda_graph_max_bs_decode"
 
 LEAST_MEMORY = 60 * 1024
-"""Smallest GPU, in MiB, on which SGLang itself captures graphs for hundreds of
-requests."""
+"""Smallest GPU, in MiB, on which SGLang captures graphs for hundreds of requests."""
 
 LEAST_HEADROOM = 10 * 1024
 """SGLang's least free memory on such a GPU for activations and graphs, in MiB."""

@@ -88,8 +88,7 @@ class Launcher(abc.ABC):
 
         Args:
             count: number of servers.
-            cuda_devices: their GPUs, as for :meth:`.Placement.bind`. Defaults to free
-                GPUs.
+            cuda_devices: as for :meth:`.Placement.bind`. Defaults to free GPUs.
 
         Returns:
             range: their ranks, which are new.

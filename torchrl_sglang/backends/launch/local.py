@@ -107,8 +107,7 @@ def make_sglang_server(
             ``backends/launch/environment.py``.
         sglang_version: on CPU, the installed version to run.
         cuda_devices: the only visible GPUs of the server, such as ``[2, 3]``. By
-            default it sees the visible GPUs of this process, and takes the first of
-            them.
+            default it sees this process's visible GPUs, and takes the first.
         weight_loader: ``"traced"`` loads weight updates by copies traced once in the
             model's own loader; see :meth:`.AsyncSGLang.from_pretrained`. Defaults to
             ``"sglang"``.

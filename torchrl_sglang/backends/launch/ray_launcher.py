@@ -72,8 +72,7 @@ class RayLauncher:
     driver's node.
 
     Servers end with :meth:`.AsyncSGLang.shutdown`, with the driver, and with their
-    node. A server of a lost node restarts on another node with free resources, at a new
-    address.
+    node. A server of a lost node restarts on another node, at a new address.
 
     Every node needs this package and the model, under the same path or as a hub name,
     and SGLang in Ray's interpreter, or in the interpreter of ``python=``.

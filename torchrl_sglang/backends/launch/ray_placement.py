@@ -2,8 +2,7 @@
 
 A server takes *seats* on each of its nodes: shares of a bundle, each held by an actor.
 A placement group of the launcher has a bundle for each node of each server. In a user's
-group, bundles may hold a single GPU, and then a server takes several, all on the same
-node.
+group, bundles may hold a single GPU, and a server then takes several of a node.
 """
 
 from __future__ import annotations

@@ -255,8 +255,7 @@ class RayServers(Launcher):
     def remove(self, rank: int) -> None:
         """Stops a server, and releases its reservation.
 
-        A placement group for several servers stays: the next added server gets the
-        seats.
+        A placement group for several servers stays: the next server gets the seats.
         """
         if rank < len(self._servers):
             self._servers[rank].stop()

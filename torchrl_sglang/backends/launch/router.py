@@ -5,8 +5,7 @@ under the same watchdog as a server. Generation requests go through it, control 
 never do.
 
 The router only routes. The engine retries failed requests, so the router's own retries
-are off; so is its circuit breaker, which counts a refused request (4xx) against the
-server.
+are off; so is its circuit breaker, which counts refused requests (4xx), too.
 """
 
 from __future__ import annotations

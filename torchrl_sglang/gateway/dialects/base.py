@@ -133,8 +133,7 @@ class Lookup:
     path: str
     """Such as ``"/v1/responses/{id}"``; sessions have it after their own path."""
     find: Callable[[str, Recall], Turn]
-    """Returns the turn of the answer with an id; raises ``GatewayError`` if there is
-    none."""
+    """Returns the turn of the answer with an id; raises ``GatewayError`` if none."""
     tell: Callable[[Asked], dict[str, Any]]
     """Returns the content of the answer."""
     forgets: bool = False

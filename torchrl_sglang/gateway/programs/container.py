@@ -42,8 +42,7 @@ class Container:
     time-out, and if the trainer is killed.
 
     Raises:
-        ConfigurationError: if there is neither Docker nor Podman, or an argument is
-            wrong.
+        ConfigurationError: without Docker and Podman, or if an argument is wrong.
 
     Examples:
         >>> Container(image="agent:1", options=("--memory=4g",))  # doctest: +SKIP
