@@ -14,9 +14,6 @@ import torch
 from torchrl_sglang.recording.writer import Files, RecordWriter
 from torchrl_sglang.support.log import torchrl_logger
 
-JOIN_SECONDS = 5.0
-"""Wait for a question that is under way, at the end."""
-
 Read = Callable[[], Mapping[str, Any] | None]
 """Returns figures; ``None``: their source is gone."""
 
@@ -76,7 +73,7 @@ class ServerPoll:
         if thread in (None, threading.current_thread()):
             return
         assert thread is not None
-        thread.join(JOIN_SECONDS)
+        thread.join(5.0)
 
     def _run(self) -> None:
         while True:

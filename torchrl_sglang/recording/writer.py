@@ -28,12 +28,6 @@ FLUSH_SECONDS = 0.25
 """Interval at which what is queued is written and handed to the system: a process that
 is killed loses so much, and what is being written."""
 
-RETRY_SECONDS = 30.0
-"""Wait after a failure of the disk before the next attempt."""
-
-CLOSE_SECONDS = 10.0
-"""Wait for the queue at the end."""
-
 
 def to_line(record: Mapping[str, Any]) -> bytes:
     """Returns a record as a line of JSON: bytes as base64, other objects as a text."""
@@ -171,7 +165,7 @@ class RecordWriter:
         self.lost += 1
         self._warn(kind, reason)
 
-    def close(self, timeout: float = CLOSE_SECONDS) -> bool:
+    def close(self, timeout: float = 10.0) -> bool:
         """Writes the queue, and ends the thread; returns whether it ended."""
         if os.getpid() != self._pid:
             # In a forked process, where the thread's lock may be held for ever.
@@ -220,7 +214,7 @@ class RecordWriter:
             job(self._files)
         except OSError as error:
             self.lost += counts + self._files.take_unwritten()
-            self._not_before = time.monotonic() + RETRY_SECONDS
+            self._not_before = time.monotonic() + 30.0
             self._warn("disk", f"{error}")
         except Exception as error:  # noqa: BLE001 - A run never fails for its record.
             self.lost += counts

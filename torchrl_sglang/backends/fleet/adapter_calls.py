@@ -28,9 +28,6 @@ from torchrl_sglang.errors import RequestRefusedError, SGLangError
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities
 
-DISCOVERY_SECONDS = 1.0
-"""Interval between discoveries of other engine objects' adapters."""
-
 MOST_ASKED = 16
 """Number of servers to poll per discovery."""
 

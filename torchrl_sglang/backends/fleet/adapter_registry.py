@@ -16,7 +16,6 @@ from itertools import chain
 
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.fleet.adapter_calls import (
-    DISCOVERY_SECONDS,
     UNLOAD_SECONDS,
     AdapterCalls,
 )
@@ -153,7 +152,7 @@ class AdapterRegistry:
             if any(names):
                 raise no_lora_error()
             return
-        await self._calls.discover_changes(self._fleet, after=DISCOVERY_SECONDS)
+        await self._calls.discover_changes(self._fleet, after=1.0)
         try:
             self.check(names)
         except ConfigurationError:

@@ -35,9 +35,6 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.user_code import UserCodeError
 from torchrl_sglang.types import Completion
 
-DEATH_GRACE_SECONDS = 2.0
-"""Grace period for a server that hung up to be seen dead, so that the error says so."""
-
 FEWEST_TOKENS = 32
 """Shorter prompts are not prefilled."""
 
@@ -202,12 +199,13 @@ async def explain_unavailable(
     """Returns the error that says so if all servers are our own and have ended."""
     if fleet.state.closed or any(replica.handle is None for replica in fleet.replicas):
         return error
+    # A server that has just hung up may need 2 s to be seen dead.
     for _ in range(20 if patient else 1):
         fleet.notice_deaths()
         if not fleet.serving:
             better = fleet.state.no_server_error()
             return error if type(better) is type(error) else better.replace(cause=error)
-        await asyncio.sleep(DEATH_GRACE_SECONDS / 20 if patient else 0)
+        await asyncio.sleep(0.1 if patient else 0)
     return error
 
 

@@ -44,17 +44,9 @@ from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 MAX_ATTEMPTS = 5
 """Default for how often a request is sent."""
 
-FIRST_DELAY_SECONDS = 0.1
-"""Longest delay before the second attempt; it doubles for each further one."""
-
-LONGEST_DELAY_SECONDS = 5.0
-
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """A router with a keyed policy sends requests with equal values of this header to one
 server."""
-
-TOLD_SECONDS = 0.05
-"""Least time between two calls of ``GenerateRequest.on_tokens``, in seconds."""
 
 T = TypeVar("T")
 
@@ -284,8 +276,9 @@ class Dispatcher:
             latest = event
             if tell is None:
                 return
-            # An event has everything so far, and takes its time to read.
-            if (now := time.monotonic()) - called_at >= TOLD_SECONDS:
+            # An event has everything so far, and takes its time to read: callbacks are
+            # 0.05 s apart.
+            if (now := time.monotonic()) - called_at >= 0.05:
                 called_at = now
                 if (ids := decode_tokens(event)) is not None:
                     with carried_errors():
@@ -334,7 +327,8 @@ def retry_delay(
     """Returns the delay after the ``attempt``-th attempt; ``None`` for no retry."""
     if attempt >= max_attempts or not error.transient:
         return None
-    limit = min(FIRST_DELAY_SECONDS * 2.0 ** (attempt - 1), LONGEST_DELAY_SECONDS)
+    # The longest delay doubles with each attempt.
+    limit = min(0.1 * 2.0 ** (attempt - 1), 5.0)
     # Requests that failed together must not return together.
     return random.uniform(limit / 2, limit)
 

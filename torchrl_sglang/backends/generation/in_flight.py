@@ -37,7 +37,6 @@ from torchrl_sglang.support.histogram import SECONDS, TOKENS, Histogram
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion
 
-ABORT_TIMEOUT_SECONDS = 5.0
 ABORTS_AT_ONCE = 64
 """Most calls at once that abort requests by their ids."""
 
@@ -47,15 +46,6 @@ REPEATS = 5
 REPEAT_SECONDS = 0.5
 RECALL_SECONDS = 2.0
 """Timeout for servers to return the requests that a router sent them."""
-
-INTERRUPT_SECONDS = 10.0
-"""Longest time in which requests are interrupted for a weight update."""
-
-POLL_SECONDS = 0.005
-"""Time between two looks at what is still in flight."""
-
-CLOSE_TIMEOUT_SECONDS = 1.0
-"""Timeout for the last aborts when an engine is shut down."""
 
 RATE_SECONDS = 10.0
 """Window of the reported token rate."""
@@ -301,7 +291,7 @@ class InFlight:
             lambda: not any(run.restarts and not run.resumable for run in sent()),
             timeout,
         )
-        end = time.monotonic() + min(timeout, INTERRUPT_SECONDS)
+        end = time.monotonic() + min(timeout, 10.0)
         while sent() and time.monotonic() < end:
             # A server that runs requests has computed a token of each.
             try:
@@ -313,7 +303,7 @@ class InFlight:
                 running or not queued for running, queued in counts
             ):
                 break
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(0.005)
         while (waiting := sent()) and time.monotonic() < end:
             if others:
                 await self._abort_all()
@@ -394,7 +384,7 @@ class InFlight:
         # Tasks of a fork's parent never end in this process.
         tasks = [task for task in self._aborting if task.get_loop() is loop]
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_SECONDS)
+            await asyncio.wait(tasks, timeout=1.0)
 
     async def _repeat(self, tickets: Sequence[InFlightRequest]) -> None:
         """Re-sends aborts that may have arrived before their request."""
@@ -440,7 +430,7 @@ class InFlight:
         payload, url = call
         try:
             answer = await self._http.request(
-                "POST", f"{url}/abort_request", payload, timeout=ABORT_TIMEOUT_SECONDS
+                "POST", f"{url}/abort_request", payload, timeout=5.0
             )
             answer.raise_for_status()
         except ConfigurationError as denial:

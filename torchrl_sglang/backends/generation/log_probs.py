@@ -22,8 +22,6 @@ PROBE_BIAS = 20.0
 PROBE_MARGIN = 0.2
 """Distance of the top log-prob of undivided logits above that of equal ones."""
 
-PROBE_TIMEOUT_SECONDS = 30.0
-
 
 class TemperatureProbe:
     """Finds out whether servers take log-probs before they apply the temperature."""
@@ -70,7 +68,7 @@ class TemperatureProbe:
             # The probe's prefix-cache entry is not shared with requests.
             "extra_key": "probe",
         }
-        timeout = min(PROBE_TIMEOUT_SECONDS, seconds_left(deadline))
+        timeout = min(30.0, seconds_left(deadline))
         try:
             answer = await self._http.request(
                 "POST", f"{url}/generate", payload, timeout=timeout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,9 +22,6 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
 )
 from torchrl_sglang.support.log import torchrl_logger
-
-FOREVER_SECONDS = 10.0 * 365 * 24 * 3600
-"""The writer waits for groups until the collection ends."""
 
 
 class Batches:
@@ -166,7 +164,7 @@ class Batches:
     def _write(self) -> None:
         try:
             # A single group, so that its prompts are done as soon as it is written.
-            while self.next(1, timeout=FOREVER_SECONDS, demand=False) is not None:
+            while self.next(1, timeout=math.inf, demand=False) is not None:
                 continue
         except CollectionError as error:
             torchrl_logger.error(str(error))

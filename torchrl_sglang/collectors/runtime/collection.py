@@ -50,17 +50,8 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
 from torchrl_sglang.support.user_code import describe, user_code
 
-PROMPT_TIMEOUT_SECONDS = 600.0
-"""Timeout of reading a prompt."""
-
-LAYOUT_TIMEOUT_SECONDS = 600.0
-"""Timeout of building the layout of a group."""
-
-WRITE_TIMEOUT_SECONDS = 600.0
-"""Timeout of writing a group to a replay buffer, when the collection is paused."""
-
-ASLEEP_POLL_SECONDS = 0.01
-"""Interval at which a group that is to start looks whether the engine is awake."""
+STEP_TIMEOUT_SECONDS = 600.0
+"""Timeout of reading a prompt, of the layout of a group, and of the replay buffer."""
 
 MOST_FILTERED = 10
 """Groups of so many updates in a row that ``keep_group`` rejects end a collection."""
@@ -217,11 +208,11 @@ class Collection:
         with self.changed:
             self._paused = True
             if not self.changed.wait_for(
-                lambda: not self._writing or self._stopped, WRITE_TIMEOUT_SECONDS
+                lambda: not self._writing or self._stopped, STEP_TIMEOUT_SECONDS
             ):
                 raise CollectionTimeoutError(
                     f"The replay buffer has not taken a group within "
-                    f"{WRITE_TIMEOUT_SECONDS:g} s."
+                    f"{STEP_TIMEOUT_SECONDS:g} s."
                 )
 
     def resume(self) -> None:
@@ -540,10 +531,10 @@ class Collection:
             )
             # While the engine generates, so that no trainer waits for it.
             rows = await self._layout.run(
-                lambda: self.groups.write(group), seconds=LAYOUT_TIMEOUT_SECONDS
+                lambda: self.groups.write(group), seconds=STEP_TIMEOUT_SECONDS
             )
             is_kept = self._keeps is None or await self._layout.call(
-                self._keeps, rows, seconds=LAYOUT_TIMEOUT_SECONDS
+                self._keeps, rows, seconds=STEP_TIMEOUT_SECONDS
             )
             traced.set(conversations=self.groups.size, turns=len(rows), kept=is_kept)
         self.group_seconds.add(time.monotonic() - start)
@@ -553,7 +544,7 @@ class Collection:
         """Returns a task; the collection ends if no later one could be read either."""
         try:
             return await self._reader.run(
-                lambda: self._prompts.fetch(position), seconds=PROMPT_TIMEOUT_SECONDS
+                lambda: self._prompts.fetch(position), seconds=STEP_TIMEOUT_SECONDS
             )
         except TaskError:
             raise
@@ -578,7 +569,7 @@ class Collection:
                     )
                     self.end(error)
                     raise error
-                await asyncio.sleep(ASLEEP_POLL_SECONDS)
+                await asyncio.sleep(0.01)
 
     def _finish(self, position: int, count: int) -> None:
         """Counts conversations of a group that ended; others may take their place."""
