@@ -1,8 +1,8 @@
-"""THE plan of a request: all that is decided about it before it is sent. Pure.
+"""THE plan of a request: the decisions about it before it is sent. Pure.
 
-:func:`plan_request` compares a request with what the servers can do and decides once
-which columns it asks for, whether its response is scored, may go on in another request
-and is sent around a router. The engine reads these decisions from the plan.
+:func:`plan_request` compares a request with the servers' capabilities and decides once
+which columns it has, whether its response is scored and can go on in another request,
+and whether it avoids a router. The engine reads these decisions from the plan.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from torchrl_sglang.support.texts import check_text
 from torchrl_sglang.types import Completion, ServerCapabilities, TokenLayout
 
 STREAM_INTERVAL = 128
-"""Tokens between two events of a stream: what is lost with a server is less."""
+"""Tokens between two events of a stream; a server that ends loses at most so many."""
 
 LIVE_INTERVAL = 4
-"""Tokens between two events of a stream that somebody reads meanwhile."""
+"""Tokens between two events of a stream with ``on_tokens``."""
 
 MOST_EVENTS = 512
 """Most events of such a stream."""
@@ -104,7 +104,7 @@ class RequestPlan:
 
         Args:
             ignores_temperature: whether the servers take log-probs before they apply
-                the temperature; ``None`` if they differ or do not tell.
+                the temperature; ``None`` if they differ or do not report it.
 
         Raises:
             UnsupportedByServerError: if servers do not report log-probs of the mode.
@@ -249,7 +249,7 @@ def plan_request(
 
     Raises:
         ConfigurationError: if a value is wrong.
-        UnsupportedByServerError: if the servers cannot do what it needs.
+        UnsupportedByServerError: if the servers lack a capability that it needs.
     """
     _check_top_logprobs(request.top_logprobs, capabilities)
     _check_priority(request.priority, capabilities)

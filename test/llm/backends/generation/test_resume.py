@@ -135,3 +135,11 @@ def test_what_can_go_on(params, resumable, counted, capabilities):
     plan = plan_request(request, replace(capabilities, has_grammar=True))
     assert plan.resumable == resumable
     assert plan.survives_retraction != counted
+
+
+def test_required_tokens_of_the_server_cannot_be_lowered(capabilities):
+    """The rest of a response needs fewer, which a request has to say itself."""
+    capabilities = replace(capabilities, default_sampling_params={"min_new_tokens": 2})
+    for params, resumable in (({}, False), ({"min_new_tokens": 3}, True)):
+        request = GenerateRequest(input_ids=[5], sampling_params=params)
+        assert plan_request(request, capabilities).resumable is resumable
