@@ -58,7 +58,7 @@ class AsyncConfig(Config):
 async def exact_match(conversation: Any, task: dict[str, str]) -> float:
     """Reward 1 for the right answer followed by the end of turn."""
     turn = conversation.turns[-1]
-    return float(turn.response.ended and conversation.response == task["answer"])
+    return float(turn.is_complete and conversation.response == task["answer"])
 
 
 def grpo_async(

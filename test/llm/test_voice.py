@@ -36,7 +36,7 @@ NAMES_LEFT: dict[str, int] = {
     "cli": 1,
     "collectors": 9,
     "gateway": 3,
-    "policies": 2,
+    "policies": 1,
     "recording": 3,
     "requests": 1,
     "types.py": 1,

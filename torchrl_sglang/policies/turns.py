@@ -7,6 +7,7 @@ time. :class:`TurnCodec` does what the wrapper does, with the wrapper's settings
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,18 +38,33 @@ class EncodedPrompt:
     """Number of its messages."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnResponse:
-    """A response of the policy."""
+@dataclass(kw_only=True, eq=False, slots=True)
+class ConversationTurn:
+    """One response of the policy, and its prompt."""
 
+    prompt: EncodedPrompt
+    """Conversation that the model read."""
     completion: Completion
     """Tokens, log-probs and weight versions of the response."""
     text: str
-    """Text of the response."""
+    """Text of the response, with the token that ends a turn."""
     message: str
     """Text of the response without the end of the turn that the template writes."""
-    ended: bool
+    is_complete: bool
     """Whether the last token ends a turn."""
+    policy_version: int
+    """Policy version when the prompt was sent."""
+    reward: float = 0.0
+    """Reward of this turn. Functions may change it."""
+    start: float
+    """Time at which the prompt was sent, in seconds since the epoch."""
+    end: float
+    """Time at which the response was complete."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the response."""
+        return self.completion.token_ids
 
 
 class TurnCodec:
@@ -73,7 +89,7 @@ class TurnCodec:
     def encode(
         self,
         messages: Sequence[Message],
-        earlier: tuple[EncodedPrompt, TurnResponse] | None = None,
+        earlier: ConversationTurn | None = None,
     ) -> EncodedPrompt:
         """Applies the chat template.
 
@@ -88,7 +104,7 @@ class TurnCodec:
         messages = read_messages(messages, "The conversation")
         check_last_message(messages)
         if earlier is not None and self._policy.prefer_tokens:
-            joined = self._extend(*earlier, messages)
+            joined = self._extend(earlier, messages)
             if joined is not None:
                 return joined
         template = self._policy.template
@@ -98,9 +114,10 @@ class TurnCodec:
         )
 
     def _extend(
-        self, prompt: EncodedPrompt, response: TurnResponse, messages: Sequence[Message]
+        self, turn: ConversationTurn, messages: Sequence[Message]
     ) -> EncodedPrompt | None:
         """Returns a prompt that goes on from a response, if the template allows it."""
+        prompt, completion = turn.prompt, turn.completion
         count = prompt.num_messages
         earlier, replies, later = (
             messages[:count],
@@ -109,20 +126,20 @@ class TurnCodec:
         )
         # A function may have edited it, or given it further fields.
         texts = [(reply.get("role"), reply.get("content")) for reply in replies]
-        if texts != [("assistant", response.message)]:
+        if texts != [("assistant", turn.message)]:
             return None
-        template, done = self._policy.template, response.completion
+        template = self._policy.template
         reply = rendered.ChatResponse(
             message=replies[0],
-            text=response.message,
-            end=template.decode(done.token_ids[-1:]) if response.ended else None,
+            text=turn.message,
+            end=template.decode(turn.token_ids[-1:]) if turn.is_complete else None,
         )
         extension = template.extend(prompt.text, earlier, reply, later, self._setting)
         if extension is None:
             return None
         return EncodedPrompt(
             text=extension.rendered,
-            token_ids=[*prompt.token_ids, *done.token_ids, *extension.token_ids],
+            token_ids=[*prompt.token_ids, *completion.token_ids, *extension.token_ids],
             num_messages=len(messages),
         )
 
@@ -154,19 +171,21 @@ class TurnCodec:
         seed: int | None = None,
         session_id: str | None = None,
         priority: int | None = None,
+        policy_version: int,
         timeout: float,
-    ) -> TurnResponse:
+    ) -> ConversationTurn:
         """Returns the policy's response; each sample of a group has its own seed.
 
         Args:
-            prompt: that it responds to.
+            prompt: conversation that it responds to.
             sample: number of the response in its group.
             seed: of the response, instead of one from the policy's.
             session_id: of the conversation.
             priority: of the request in a server's queue.
+            policy_version: version of the policy at present.
             timeout: in seconds.
         """
-        params = self._params.for_sample(sample)
+        start, params = time.time(), self._params.for_sample(sample)
         if seed is not None:
             params = {**params, "sampling_seed": to_python(seed)}
         request = replace(
@@ -188,11 +207,15 @@ class TurnCodec:
             tokenizer=policy.tokenizer,
             skip_special_tokens=self._params.skip_special_tokens,
         )
-        return TurnResponse(
+        return ConversationTurn(
+            prompt=prompt,
             completion=completion,
             text=text,
             message=message,
-            ended=self._ends.have_ended(ids),
+            is_complete=self._ends.have_ended(ids),
+            policy_version=policy_version,
+            start=start,
+            end=time.time(),
         )
 
     @property
@@ -203,25 +226,25 @@ class TurnCodec:
 
     def containers(
         self,
-        turns: Sequence[tuple[EncodedPrompt, TurnResponse, Sequence[TensorDict]]],
+        turns: Sequence[tuple[ConversationTurn, Sequence[TensorDict]]],
     ) -> list[dict[NestedKey, Any]]:
         """Returns TorchRL's containers of each turn: prompt, response, messages."""
-        completions = [response.completion for _, response, _ in turns]
+        completions = [turn.completion for turn, _ in turns]
         prompts = PromptBatch(
-            token_ids=[prompt.token_ids for prompt, _, _ in turns],
-            texts=[prompt.text for prompt, _, _ in turns],
+            token_ids=[turn.prompt.token_ids for turn, _ in turns],
+            texts=[turn.prompt.text for turn, _ in turns],
         )
         policy = self._policy
         samples = outputs.generated(
             prompts, completions, log_probs=policy.return_log_probs
         )
         if "generation_info" in self._keys:
-            ends_turn = [response.ended for _, response, _ in turns]
+            ends_turn = [turn.is_complete for turn, _ in turns]
             outputs.add_info(samples, completions, ends_turn, self._params.top_logprobs)
         outputs.add_columns(samples, prompts, completions, policy.token_layouts)
-        texts = [(response.text, response.message) for _, response, _ in turns]
+        texts = [(turn.text, turn.message) for turn, _ in turns]
         outputs.add_text(samples, prompts, texts)
-        for sample, (_, _, messages) in zip(samples, turns, strict=True):
+        for sample, (_, messages) in zip(samples, turns, strict=True):
             sample["history"] = {
                 "prompt": outputs.to_history(messages[:-1]),
                 "response": outputs.to_history(messages[-1:]),

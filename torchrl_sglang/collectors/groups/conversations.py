@@ -8,7 +8,6 @@ more to say.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,7 +20,7 @@ from torchrl_sglang.collectors.groups.user_functions import check_call, name_of,
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
-from torchrl_sglang.policies.turns import EncodedPrompt, TurnCodec, TurnResponse
+from torchrl_sglang.policies.turns import ConversationTurn, EncodedPrompt, TurnCodec
 from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
@@ -33,36 +32,6 @@ Task: TypeAlias = Mapping[str, Any]
 """An element of the prompts."""
 
 _STEP = "The function step={!r}"
-
-
-@dataclass(kw_only=True, eq=False, slots=True)
-class ConversationTurn:
-    """One response of the policy, and its prompt."""
-
-    prompt: EncodedPrompt
-    """Conversation that the model read."""
-    response: TurnResponse
-    """Response of the model."""
-    num_messages: int
-    """Number of messages of the conversation before the response."""
-    policy_version: int
-    """Policy version when the prompt was sent."""
-    reward: float = 0.0
-    """Reward of this turn. Functions may change it."""
-    began: float | None = None
-    """When the prompt was sent, in seconds since the epoch."""
-    ended: float | None = None
-    """When the response was complete."""
-
-    @property
-    def text(self) -> str:
-        """The response, with the token that ends a turn."""
-        return self.response.text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the response."""
-        return self.response.completion.token_ids
 
 
 @dataclass(kw_only=True, eq=False, slots=True)
@@ -108,7 +77,7 @@ class Conversation:
     @property
     def response(self) -> str:
         """Text of the last response, without the end that the template writes."""
-        return self.turns[-1].response.message
+        return self.turns[-1].message
 
 
 Step: TypeAlias = Callable[
@@ -271,35 +240,26 @@ class Conversations:
         turns = conversation.turns
         prompt = conversation.opening
         if turns:
-            earlier = turns[-1].prompt, turns[-1].response
-            prompt = self._codec.encode(conversation.messages, earlier)
+            prompt = self._codec.encode(conversation.messages, turns[-1])
             if not self._codec.fits(prompt):
                 return False
-        version, start = policy_version(), time.time()
+        version = policy_version()
         self.generating.add(1)
         with span("turn", number=len(turns), policy_version=version):
             try:
-                response = await self._codec.respond(
+                turn = await self._codec.respond(
                     prompt,
                     sample=conversation.sample,
                     seed=seed_of and seed_of(len(turns), prompt.token_ids),
                     session_id=session_id,
                     priority=priority,
+                    policy_version=version,
                     timeout=self._timeouts.turn,
                 )
             finally:
                 self.generating.add(-1)
-        turns.append(
-            ConversationTurn(
-                prompt=prompt,
-                response=response,
-                num_messages=len(conversation.messages),
-                policy_version=version,
-                began=start,
-                ended=time.time(),
-            )
-        )
-        conversation.messages.append({"role": "assistant", "content": response.message})
+        turns.append(turn)
+        conversation.messages.append({"role": "assistant", "content": turn.message})
         return True
 
     async def _reply(self, conversation: Conversation) -> list[Message] | None:

@@ -226,7 +226,7 @@ class FunctionGroupMaker(GroupMaker):
         """Yields the responses of a group, and the policy version of each."""
         for conversation in group.conversations:
             for turn in conversation.turns:
-                yield turn.response.completion, turn.policy_version
+                yield turn.completion, turn.policy_version
 
     def write(self, group: FunctionGroup) -> list[TensorDictBase]:
         """Returns a group in TorchRL's layout; see :class:`.GroupWriter`."""

@@ -20,7 +20,7 @@ def record_conversation(
     """Returns a conversation of plain functions."""
     turns, first = [], 0
     for number, turn in enumerate(conversation.turns):
-        completion, end = turn.response.completion, turn.num_messages
+        completion, end = turn.completion, turn.prompt.num_messages
         turns.append(
             TurnRecord(
                 messages=conversation.messages[first:end],
@@ -30,8 +30,8 @@ def record_conversation(
                 prompt_tokens=len(turn.prompt.token_ids),
                 number=number,
                 parent=number - 1 if number else None,
-                start=turn.began,
-                end=turn.ended,
+                start=turn.start,
+                end=turn.end,
                 reward=float(turn.reward),
             )
         )

@@ -272,7 +272,7 @@ def _text(conversation: Conversation) -> Any:
 
 
 def _messages(conversation: Conversation) -> Any:
-    return conversation.messages[conversation.turns[0].num_messages :]
+    return conversation.messages[conversation.turns[0].prompt.num_messages :]
 
 
 class _VerlReward(_Adapted):

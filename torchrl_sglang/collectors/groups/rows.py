@@ -75,12 +75,9 @@ class GroupWriter:
         messages = [to_message(message) for message in conversation.messages]
         turns = conversation.turns
         containers = self._codec.containers(
-            [
-                (turn.prompt, turn.response, messages[: turn.num_messages + 1])
-                for turn in turns
-            ]
+            [(turn, messages[: turn.prompt.num_messages + 1]) for turn in turns]
         )
-        ends = [*(turn.num_messages for turn in turns[1:]), len(messages)]
+        ends = [*(turn.prompt.num_messages for turn in turns[1:]), len(messages)]
         return [
             self._write_turn(conversation, number, values, messages[:end], task)
             for number, (values, end) in enumerate(zip(containers, ends, strict=True))
@@ -96,13 +93,9 @@ class GroupWriter:
     ) -> TensorDict:
         turn = conversation.turns[number]
         is_last = number == len(conversation.turns) - 1
-        oldest = self._versions.oldest(
-            [(turn.response.completion, turn.policy_version)]
-        )
+        oldest = self._versions.oldest([(turn.completion, turn.policy_version)])
         version = torch.full((), oldest)
-        of_tokens = self._versions.of_tokens(
-            turn.response.completion, turn.policy_version
-        )
+        of_tokens = self._versions.of_tokens(turn.completion, turn.policy_version)
         rewards = {"reward": turn.reward, **(conversation.rewards if is_last else {})}
         following = {
             "history": to_prompt(to_history(messages)),
