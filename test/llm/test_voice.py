@@ -34,7 +34,7 @@ VAGUE_NAMES = re.compile(
 NAMES_LEFT: dict[str, int] = {
     "backends": 9,
     "cli": 1,
-    "collectors": 9,
+    "collectors": 7,
     "gateway": 3,
     "policies": 1,
     "recording": 3,
