@@ -93,6 +93,7 @@ def get_model_metadata(model: Any) -> ModelMetadata:
         model: anything that can be sent as weights.
 
     Examples:
+        >>> import torch
         >>> metadata = get_model_metadata(torch.nn.Linear(2, 3))
         >>> metadata["weight"]
         (torch.float32, torch.Size([3, 2]))
