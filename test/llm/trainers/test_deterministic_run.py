@@ -81,7 +81,8 @@ def test_torch_is_deterministic_for_the_run_only(make, restored_engine):
         generate_kwargs={"max_new_tokens": 6, "temperature": 0.0},
         seed=5,
     ) as run:
-        run.train()
+        run.begin()
+        assert next(run.batches()) is not None
         assert run.collector.deterministic
         assert run.collector.state_dict()["seed"] == 5
     assert during
