@@ -76,8 +76,9 @@ def check_collector(arguments: RunArguments) -> None:
 def _check_mapping_of_collector(collector: Mapping[str, Any]) -> None:
     for name in OF_THE_RUN.intersection(collector):
         raise ConfigurationError(
-            f"collector has {name!r}, which is an argument of the run; give it to GRPO "
-            f"(groups in all are steps times groups_per_batch)."
+            f"collector has {name!r}, which a run sets by arguments of GRPO: groups by "
+            f"rewards, env or agent, total_groups by steps times groups_per_batch, and "
+            f"most others by the argument of the same name; leave it out of collector."
         )
     if collector.get("batches_per_update", 1) != 1:
         raise _one_update_a_batch("collector has")

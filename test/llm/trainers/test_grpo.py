@@ -576,7 +576,7 @@ def test_overlong_responses_are_punished():
         ({"prompts": TakenColumn()}, "A task has a column 'advantage'"),
         ({"lora": {"rank": 4}}, "ignore or refuse. Did you mean 'r'"),
         ({"lora": {"alpha": 8}}, "Did you mean 'lora_alpha'"),
-        ({"collector": {"groups": 1}}, "collector has no argument 'groups'"),
+        ({"collector": {"groups": 1}}, "groups by rewards, env or agent"),
         ({"collector": {"request_order": "longest"}}, "not one of 'arrival', 'oldest'"),
         ({"collector": {"max_in_flight": 0}}, "at least 1, got 0"),
         ({"collector": {"timeouts": {"engine": 3}}}, "timeouts must be CollectorTime"),
