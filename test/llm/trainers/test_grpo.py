@@ -571,7 +571,7 @@ def test_overlong_responses_are_punished():
         ({"engine": {"num_replica": 2}}, "num_replica"),
         ({"weight_sync": {"pause_mod": "abort"}}, "Did you mean 'pause_mode'"),
         ({"weight_sync": {"transport": "post"}}, "transport='post' is not one of"),
-        ({"collector": {"group_size": 3}}, "which is an argument of the run"),
+        ({"collector": {"group_size": 3}}, "which a run sets by arguments of GRPO"),
         ({"prompts": [{"query": "a", "advantage": 1}]}, "a column 'advantage'"),
         ({"prompts": TakenColumn()}, "A task has a column 'advantage'"),
         ({"lora": {"rank": 4}}, "ignore or refuse. Did you mean 'r'"),
