@@ -142,9 +142,9 @@ class FunctionsDoor(Door):
     def respond(self, writes: list[int]) -> tuple[list[int], str]:
         codec = TurnCodec(self.policy)
         prompt = codec.encode(self.messages, self.earlier)
-        response = asyncio.run(codec.respond(prompt, timeout=1.0))
-        self.earlier = prompt, response
-        return prompt.token_ids, response.message
+        answer = codec.respond(prompt, policy_version=0, timeout=1.0)
+        self.earlier = asyncio.run(answer)
+        return prompt.token_ids, self.earlier.message
 
 
 class WrapperDoor(Door):
