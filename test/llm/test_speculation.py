@@ -77,7 +77,7 @@ def test_min_p_that_the_servers_were_started_with(tiny_model_path):
 
 
 def test_deterministic_servers_do_not_draft(tiny_model_path):
-    with pytest.raises(ConfigurationError, match="depends on other requests"):
+    with pytest.raises(ConfigurationError, match="depend on other requests"):
         make_server_command(
             tiny_model_path,
             device="cuda",
