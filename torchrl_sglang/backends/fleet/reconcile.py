@@ -80,8 +80,13 @@ class Answered(Event):
             if self._needs_confirmation(step.state, replica):
                 step.do(Confirm(rank=replica.rank))
                 return
-        catch_up_with(step, replica, self.version)
-        step.decide(replica, self.version)
+        current = step.state.weights.version
+        if self.asked.version != replica.version == current != self.version:
+            # An update has ended since the poll began.
+            step.suspect(replica.url)
+        else:
+            catch_up_with(step, replica, self.version)
+            step.decide(replica, self.version)
         give_wanted(step, replica.rank)
         advance(step)
 

@@ -96,6 +96,22 @@ def picks(fleet, count=12, session=None, avoid=()):
     return [fleet.pick(session, avoid) for _ in range(count)]
 
 
+def test_a_poll_from_before_an_update_takes_no_server_out_of_rotation():
+    fleet = make_fleet()
+    commit(fleet, "1")
+    fleet.replicas[0].handle.state = "dead"
+    fleet.apply(Tick())
+    joined(fleet, 0)
+    asked = fleet.replicas[0]
+    assert states(fleet)[0] == "stale"
+    commit(fleet, "2")
+    actions = fleet.apply(Answered(asked=asked, version="default", confirmed=True))
+    assert states(fleet) == ["serving"] * 3
+    assert Check() in actions
+    reports(fleet, 0, "default")
+    assert states(fleet) == ["stale", "serving", "serving"]
+
+
 def test_servers_take_turns():
     found = picks(make_fleet())
     assert {url: found.count(url) for url in URLS} == dict.fromkeys(URLS, 4)
