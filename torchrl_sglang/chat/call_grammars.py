@@ -245,11 +245,7 @@ def _sequence(*formats: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_format(parser: str | None) -> CallFormat:
-    """Returns the call format of a parser.
-
-    Raises:
-        ConfigurationError: if it is unknown.
-    """
+    """Returns the call format of a parser."""
     format_ = CALL_FORMATS.get(parser or "")
     if format_ is None:
         raise ConfigurationError(
@@ -262,11 +258,7 @@ def find_format(parser: str | None) -> CallFormat:
 
 
 def find_marks(parser: str | None) -> tuple[str, str] | None:
-    """Returns the texts around a parser's reasoning; ``None`` without a parser.
-
-    Raises:
-        ConfigurationError: if they are unknown.
-    """
+    """Returns the texts around a parser's reasoning; ``None`` without a parser."""
     if parser is None:
         return None
     marks = REASONING_MARKS.get(parser)

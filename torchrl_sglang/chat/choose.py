@@ -26,9 +26,6 @@ def choose_template(
         by_model: select TorchRL's template by the model's name, for the same prompt in
             trainer and engine. For other models, and without ``by_model``, it is the
             tokenizer's own; TorchRL would fall back to ChatML.
-
-    Raises:
-        ConfigurationError: if there is none.
     """
     if template is not None:
         return check_template(template)
@@ -49,12 +46,7 @@ def choose_template(
 
 
 def check_template(template: Any) -> str:
-    """Checks and returns a template; it must render messages.
-
-    Raises:
-        ConfigurationError: for a file's name, such as ``"chat_template.jinja"``, which
-            would become every prompt, and for a syntax error.
-    """
+    """Checks and returns a template; it must render messages."""
     if not isinstance(template, str) or "{" not in template:
         raise ConfigurationError(
             f"chat_template={template!r} is no template, which has {{{{ ... }}}} or "

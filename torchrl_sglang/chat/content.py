@@ -43,15 +43,7 @@ IMAGES = {"image_url": "image_url", "input_image": "image_url", "image": "source
 
 
 def parts_of(content: Any, name: str) -> list[Part]:
-    """Returns the parts of a message's content, which is a text, parts or nothing.
-
-    Args:
-        content: content of a message; a single part counts as a list.
-        name: name of the message, for errors.
-
-    Raises:
-        ConfigurationError: if it is something else, or has a part of another type.
-    """
+    """Returns the parts of a message's content, which is a text, parts or nothing."""
     if content is None or isinstance(content, str):
         return [TextPart(text=content)] if content else []
     if isinstance(content, Mapping):
@@ -87,11 +79,7 @@ def _part(given: Any, name: str) -> Part:
 
 
 def text_of(content: Any, name: str) -> str:
-    """Returns a message's content as a text; see :func:`parts_of`.
-
-    Raises:
-        ConfigurationError: if it has a part other than text.
-    """
+    """Returns a message's content as a text; see :func:`parts_of`."""
     texts = []
     for part in parts_of(content, name):
         if not isinstance(part, TextPart):

@@ -64,13 +64,6 @@ def known_settings(given: PromptSettings) -> PromptSettings:
     """Returns the shared object for equal settings, a copy of the first settings.
 
     Settings other than JSON are returned as they are.
-
-    Examples:
-        >>> from torchrl_sglang.chat.declarations import known_settings
-        >>> from torchrl_sglang.chat.prompt_settings import PromptSettings
-        >>> first, second = (PromptSettings(tools=[{"a": 1}]) for _ in range(2))
-        >>> known_settings(first) is known_settings(second)
-        True
     """
     if given.digest:
         return given

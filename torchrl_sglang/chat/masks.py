@@ -36,11 +36,6 @@ def encode_full(
     The mask covers the template's ``{% generation %}`` blocks. Without them it covers
     the output for each assistant turn, from the generation prompt to the end-of-turn
     token, inclusive; trailing white space is excluded.
-
-    Raises:
-        ConfigurationError: if the template does not accept a conversation, or it has no
-            ``{% generation %}`` blocks and does not write each turn in a single pass of
-            a loop over the messages.
     """
     tokenizer = template.tokenizer
     texts = [template.render(chat, prompt=False) for chat in chats]
@@ -191,11 +186,6 @@ class _TurnEdges:
     """Finds the bounds of turns in their passes.
 
     Renderings with other texts separate the template's text from the messages'.
-
-    Args:
-        chat: a complete conversation.
-        text: the rendered conversation.
-        template: the model's.
     """
 
     def __init__(

@@ -29,11 +29,7 @@ _TO_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), default=str).
 
 
 def from_openai(messages: Any) -> list[Message]:
-    """Returns the messages of an OpenAI chat request.
-
-    Raises:
-        ConfigurationError: if they are not messages, or have content other than text.
-    """
+    """Returns the messages of an OpenAI chat request."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ConfigurationError("messages must be a list of at least one message.")
     return [_from_openai(f"messages[{i}]", m) for i, m in enumerate(messages)]
@@ -44,13 +40,6 @@ def read_messages(value: Any, name: str) -> list[Message]:
 
     They are read like a request's messages, and keep other fields: chat templates may
     read them.
-
-    Args:
-        value: a text, a message or messages.
-        name: of the value, for errors.
-
-    Raises:
-        ConfigurationError: if it is something else, or holds something else than text.
     """
     if isinstance(value, str):
         value = {"role": "user", "content": value}
@@ -218,9 +207,6 @@ def settings_key(setting: Any) -> bytes:
 
 class ConversationKeys:
     """Keys of a growing conversation, as :func:`conversation_keys` returns them.
-
-    Args:
-        key: key of its settings.
 
     Attributes:
         key (bytes): key of the conversation so far.

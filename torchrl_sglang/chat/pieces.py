@@ -32,13 +32,7 @@ _growing = threading.Lock()
 
 
 def shared_ids(token_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns token ids of 8 bytes each: equal ids share an object.
-
-    Examples:
-        >>> from torchrl_sglang.chat.pieces import shared_ids
-        >>> shared_ids([1000, 7])
-        (1000, 7)
-    """
+    """Returns token ids of 8 bytes each: equal ids share an object."""
     if isinstance(token_ids, tuple):
         return token_ids
     if not token_ids:

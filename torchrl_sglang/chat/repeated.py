@@ -49,13 +49,6 @@ class LatestMessages:
     """Messages of a session's latest request, as its client received them.
 
     For use in a single thread.
-
-    Examples:
-        >>> from torchrl_sglang.chat.repeated import LatestMessages
-        >>> latest = LatestMessages()
-        >>> first, second = ({"messages": [{"content": "Hi"}]} for _ in range(2))
-        >>> latest.share(first)["messages"][0] is latest.share(second)["messages"][0]
-        True
     """
 
     def __init__(self) -> None:

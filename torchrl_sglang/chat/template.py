@@ -90,11 +90,7 @@ class ChatTemplate(Encoder):
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """Names in the template's code, its variables among them.
-
-        Raises:
-            ConfigurationError: if it is not a template.
-        """
+        """Names in the template's code, its variables among them."""
         # A lexer accepts tags defined only by transformers.
         tokens = Environment(autoescape=False).lex(self.source)
         try:
@@ -111,11 +107,7 @@ class ChatTemplate(Encoder):
         *,
         prompt: bool = True,
     ) -> str:
-        """Returns a conversation as text; ``prompt``: up to the assistant's turn.
-
-        Raises:
-            ChatTemplateError: if the template does not take the conversation.
-        """
+        """Returns a conversation as text; ``prompt``: up to the assistant's turn."""
         return self._render(self.in_form(messages), setting, prompt=prompt)
 
     def in_form(self, messages: Sequence[Message]) -> list[Message]:
@@ -134,9 +126,6 @@ class ChatTemplate(Encoder):
             mark: called with the number of a loop over messages, and the position of a
                 message, or ``None`` after the loop.
             prompt: up to the assistant's turn.
-
-        Raises:
-            ConfigurationError: if the template does not accept the conversation.
         """
         read = as_read([dict(message) for message in messages])
         places = {id(message): index for index, message in enumerate(read)}

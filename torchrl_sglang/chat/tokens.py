@@ -12,9 +12,6 @@ from torchrl_sglang.chat.pieces import PieceEncoder
 class Encoder:
     """Encodes and decodes texts whose special tokens are written out.
 
-    Args:
-        tokenizer: of a model; it is not modified.
-
     Attributes:
         tokenizer: the same.
         special (dict of str to int): ids of the special tokens.

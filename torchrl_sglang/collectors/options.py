@@ -48,11 +48,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 
 def check_arguments(of_groups: Collection[str]) -> Callable[[Init], Init]:
-    """Has the constructor of a collector check its arguments first.
-
-    Args:
-        of_groups: names of the arguments in its ``**arguments``.
-    """
+    """Has the constructor of a collector check its arguments first."""
 
     def decorate(init: Init) -> Init:
         names = {*inspect.signature(init).parameters, *of_groups}
@@ -69,20 +65,7 @@ def check_arguments(of_groups: Collection[str]) -> Callable[[Init], Init]:
 
 
 def check_options(given: Mapping[str, Any]) -> None:
-    """Checks arguments of an :class:`.AsyncLLMCollector`, some of them or all.
-
-    Raises:
-        ConfigurationError: if a value is none that its argument takes, or two of them
-            do not go together.
-
-    Examples:
-        >>> check_options({"max_in_flight": None, "request_order": "oldest"})
-        >>> try:
-        ...     check_options({"request_order": "newest"})
-        ... except ConfigurationError as error:
-        ...     print(error)
-        request_order='newest' is not one of 'arrival', 'oldest'.
-    """
+    """Checks arguments of an :class:`.AsyncLLMCollector`, some of them or all."""
     for name, value in given.items():
         if name in COUNTS:
             if value is not None or name not in UNLIMITED:

@@ -20,22 +20,7 @@ Packed = tuple[int, np.ndarray[Any, np.dtype[np.uint8]]]
 
 
 def pack(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> Packed:
-    """Returns a value's bytes.
-
-    Args:
-        value: anything; its tensors arrive without gradients.
-        pickler (type): pickles what is no tensor.
-
-    Raises:
-        Exception: of pickle, if it cannot be pickled.
-
-    Examples:
-        >>> start, content = pack({"a": torch.tensor([1, 2]), "b": "text"})
-        >>> start
-        16
-        >>> unpack((start, content))
-        {'a': tensor([1, 2]), 'b': 'text'}
-    """
+    """Returns a value's bytes."""
     pieces: list[np.ndarray[Any, Any]] = []
     size = 0
 

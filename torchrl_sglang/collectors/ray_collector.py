@@ -58,12 +58,7 @@ def _forwarded(
     *,
     seconds: Callable[[CollectorTimeouts], float] = lambda _: CALL_TIMEOUT_SECONDS,
 ) -> Callable[Concatenate[RayAsyncLLMCollector, P], R]:
-    """Returns a method that the actor's collector runs, with its signature and text.
-
-    Args:
-        method: of the actor's collector.
-        seconds: the timeout of a call, from those of the collector.
-    """
+    """Returns a method that the actor's collector runs, with its signature and text."""
 
     @functools.wraps(method)
     def forward(self: RayAsyncLLMCollector, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -259,13 +254,7 @@ class RayAsyncLLMCollector(GroupCollector):
         seconds: float,
         on_wait: Callable[[], object] | None = None,
     ) -> Any:
-        """Returns an answer of the actor, or raises its error.
-
-        Args:
-            answer: a reference.
-            seconds: to wait.
-            on_wait: called each second meanwhile, for what only this process can do.
-        """
+        """Returns an answer of the actor, or raises its error."""
         import ray
 
         deadline = time.monotonic() + seconds
@@ -392,12 +381,7 @@ def _can_be_pickled(value: Any) -> bool:
 
 
 def _check_resources(config: Mapping[str, Any]) -> None:
-    """Refuses an actor that the cluster has no place for, and would wait for one.
-
-    Raises:
-        ConfigurationError: on a cluster of this process. Another one may be growing,
-            and there is a warning.
-    """
+    """Refuses an actor that no machine of this process's own cluster has room for."""
     import ray
     from ray._private import worker
 

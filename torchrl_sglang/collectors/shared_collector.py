@@ -250,9 +250,6 @@ def share_rows(
 
     The largest ones are dealt first, each to the rank with the fewest tokens; a rank
     keeps the order of the batch.
-
-    Raises:
-        ConfigurationError: if there are fewer responses than ranks.
     """
     if len(rows) < count:
         raise ConfigurationError(

@@ -118,11 +118,7 @@ def _refuse_update(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def check_schemes(given: Any) -> Mapping[str, SGLangWeightSyncScheme]:
-    """Returns the ``weight_sync_schemes`` of a collector.
-
-    Raises:
-        ConfigurationError: if one is for another model, or no scheme of this package.
-    """
+    """Returns the ``weight_sync_schemes`` of a collector."""
     if not isinstance(given, (Mapping, NoneType)):
         raise ConfigurationError(
             f"weight_sync_schemes takes {{'policy': SGLangWeightSyncScheme}}, got "

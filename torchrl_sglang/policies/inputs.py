@@ -115,9 +115,6 @@ def to_messages(history: History, name: str = "The conversation") -> list[Messag
 
     A ``History`` has no trace of a table's keys, so None among the arguments of a call
     is left out; arguments that are a JSON text keep their null.
-
-    Raises:
-        ConfigurationError: if it is empty, or holds something else than text.
     """
     inner = history._tensordict
     turns: list[Any] = []
@@ -193,11 +190,6 @@ def read_tokens(
     The caller's attention mask decides, or else the one that a wrapper has written with
     these tokens. Without one, only leading padding tokens are removed: a later one may
     be a real end-of-sequence token.
-
-    Raises:
-        ConfigurationError: if the caller's mask does not have the tokens' shape, or has
-            other values than 0 and 1; or if a written mask leaves out one token id that
-            is not the padding.
     """
     rows = _get(td, key, "tokens", as_list=True)
     if not all(isinstance(row, torch.Tensor) for row in rows):

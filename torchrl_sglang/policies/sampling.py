@@ -189,11 +189,6 @@ def translate(
 
     TorchRL has renamed ``max_tokens`` to ``max_new_tokens`` and ``n`` to
     ``num_return_sequences``.
-
-    Examples:
-        >>> plan = translate({"max_new_tokens": 8, "stop_sequences": ["."], "seed": 1})
-        >>> plan.engine["stop"], plan.engine["sampling_seed"], plan.max_tokens
-        (['.'], 1, 8)
     """
     base = defaults or SamplingParams(engine={"max_new_tokens": DEFAULT_MAX_TOKENS})
     standard = to_python(dict(standard))

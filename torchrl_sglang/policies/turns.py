@@ -68,12 +68,7 @@ class ConversationTurn:
 
 
 class TurnCodec:
-    """Encodes, requests and decodes single turns as a wrapper does with batches.
-
-    Args:
-        policy: whose settings apply.
-        tools: JSON schemas of the tools that the chat template tells the model of.
-    """
+    """Encodes, requests and decodes single turns as a wrapper does with batches."""
 
     def __init__(
         self, policy: SGLangWrapper, tools: Sequence[Mapping[str, Any]] = ()
@@ -95,10 +90,6 @@ class TurnCodec:
 
         With ``prefer_tokens`` it goes on from the tokens of an earlier prompt and the
         response to it, if the conversation does.
-
-        Raises:
-            ConfigurationError: if the messages hold something else than text, or end in
-                one of the assistant, or the template does not take them.
         """
         # Functions may have changed them.
         messages = read_messages(messages, "The conversation")

@@ -90,16 +90,6 @@ Step: TypeAlias = Callable[
 class Conversations:
     """Runs conversations of plain functions.
 
-    Args:
-        codec: of the policy.
-        query_key: key of a task with its prompt: a text, or messages.
-        system_prompt: a message before it, which then has none of its own.
-        step: says what is said to the policy next.
-        tools: that the policy can call.
-        max_turns: most responses of a conversation.
-        timeouts: of responses, steps and tools.
-        blocking: for functions that are not coroutines.
-
     Attributes:
         generating (Meter): conversations that wait for the engine.
     """
@@ -136,11 +126,7 @@ class Conversations:
         )
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
-        """Returns the conversations of a group, before their first response.
-
-        Raises:
-            TaskError: if there is no prompt, or no room for a response to it.
-        """
+        """Returns the conversations of a group, before their first response."""
         try:
             messages = first_messages(task, self._query_key, self._system_prompt)
             opening = self._codec.encode(messages)
@@ -169,15 +155,7 @@ class Conversations:
         seed_of: SeedOf | None = None,
         priority: int | None = None,
     ) -> None:
-        """Runs a conversation to its end.
-
-        Args:
-            conversation: that begins.
-            session_id: of its requests.
-            policy_version: returns that of now.
-            seed_of: returns a response's seed.
-            priority: of its requests.
-        """
+        """Runs a conversation to its end."""
         respond = partial(
             self._respond,
             conversation,
@@ -289,11 +267,7 @@ class Conversations:
 def first_messages(
     task: Task, query_key: str, system_prompt: str | None
 ) -> list[Message]:
-    """Returns the messages before the first response to a task.
-
-    Raises:
-        ConfigurationError: if there is no prompt, or two system messages.
-    """
+    """Returns the messages before the first response to a task."""
     if query_key not in task:
         raise TaskError(
             f"A task has no {query_key!r}; it has {sorted(map(str, task))}. "

@@ -14,16 +14,7 @@ def check_deterministic(
 ) -> None:
     """Refuses arguments that make a batch depend on timing.
 
-    Args:
-        policy: whose servers and sampling parameters apply.
-        max_staleness: most weight updates between generating a token and taking it.
-        of_agents: whether agents talk to a gateway.
-
     Warns of servers with a prefix cache, which repeats single turns only.
-
-    Raises:
-        ConfigurationError: if an argument does not go with ``deterministic=True``.
-        UnsupportedByServerError: if the servers draw tokens without seeds.
     """
     if max_staleness:
         raise ConfigurationError(

@@ -19,14 +19,7 @@ from torchrl_sglang.support.user_code import describe
 
 
 class Endings:
-    """The functions that a conversation ends with, the last one first.
-
-    Examples:
-        >>> endings = Endings()
-        >>> endings.add(print)
-        >>> [function.__name__ for function in endings.take()]
-        ['print']
-    """
+    """The functions that a conversation ends with, the last one first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,11 +45,7 @@ class Endings:
             yield function
 
     def call_in_thread(self) -> bool:
-        """Calls the rest in a thread that nothing waits for.
-
-        Returns:
-            bool: whether something is left.
-        """
+        """Calls the rest in a thread that nothing waits for."""
         with self._lock:
             self._ended = True
             has_functions = bool(self._functions)

@@ -98,12 +98,7 @@ class _Environment:
 
 
 class _Environments:
-    """All environments of a collector, and the idle ones among them.
-
-    Args:
-        make: makes one.
-        seconds: most that closing them at the end may take.
-    """
+    """All environments of a collector, and the idle ones among them."""
 
     def __init__(self, make: Callable[[], EnvBase], *, seconds: float) -> None:
         self._make = make

@@ -37,15 +37,7 @@ def has_variance(returns: Sequence[float]) -> bool:
 def make_filter(
     function: Any, *, of_agents: bool
 ) -> Callable[[list[TensorDictBase]], Any] | None:
-    """Returns a function of a group's rows: whether it is kept, or a coroutine of it.
-
-    Args:
-        function: the user's.
-        of_agents: whether each row of a conversation has the whole reward.
-
-    Raises:
-        ConfigurationError: if it is not a function of one argument.
-    """
+    """Returns a function from rows of a group to whether it is kept, or a coroutine."""
     if function is None:
         return None
     if not callable(function):

@@ -181,11 +181,7 @@ class FunctionGroupMaker(GroupMaker):
         self.generating = self._conversations.generating
 
     def check_columns(self, names: Iterable[str]) -> None:
-        """Checks the names of a dataset's columns.
-
-        Raises:
-            ConfigurationError: also if a reward function needs another column.
-        """
+        """Checks the names of a dataset's columns."""
         columns = list(names)
         super().check_columns(columns)
         self._rewards.check_columns(columns)

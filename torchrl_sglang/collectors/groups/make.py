@@ -23,9 +23,6 @@ def choose_groups(groups: Any, arguments: Mapping[str, Any]) -> GroupKind:
     Args:
         groups: a kind, or a function that makes an environment.
         arguments: of a kind, among ``GROUP_ARGUMENTS``; ``None`` for a default.
-
-    Raises:
-        ConfigurationError: if there is more than one kind, or an agent without gateway.
     """
     options = {name: value for name, value in arguments.items() if value is not None}
     if isinstance(groups, GroupKind):

@@ -59,11 +59,7 @@ class RewardFunction:
     """Factor of its values in the sum."""
 
     def check_columns(self, names: Collection[str]) -> None:
-        """Checks that tasks have the columns that the function needs.
-
-        Raises:
-            ConfigurationError: naming the first column that they do not have.
-        """
+        """Checks that tasks have the columns that the function needs."""
         if isinstance(self.call, _Adapted):
             self.call.check_columns(names)
 
@@ -75,18 +71,7 @@ def read_functions(
     of_group: bool,
     query_key: str = "query",
 ) -> dict[str, RewardFunction]:
-    """Returns reward functions by name; those without a name have a number.
-
-    Args:
-        argument: where they were given, for messages.
-        functions: as the user gave them.
-        of_group: whether they take the conversations of a group.
-        query_key: key of a task's prompt.
-
-    Raises:
-        ConfigurationError: if one is not a function, has a weight that is not a finite
-            number, or takes other arguments than any kind that is known.
-    """
+    """Returns reward functions by name; those without a name have a number."""
     if functions is None:
         return {}
     if callable(functions):

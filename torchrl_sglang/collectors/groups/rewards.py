@@ -29,21 +29,10 @@ from torchrl_sglang.support.user_code import together
 class Rewards:
     """Adds the rewards of a complete group to the last turn of each conversation.
 
-    Args:
-        each: functions of a conversation and its task, which return a number; TRL's and
-            verl's, too.
-        group: functions of a group's conversations and their task, which return a
-            number for each conversation.
-        seconds: timeout of each call.
-        blocking: for functions that are not coroutines.
-        query_key: key of a task's prompt, which TRL's functions get.
+    ``each`` score single conversations, ``group`` all conversations of a group.
 
     Attributes:
         names (list of str): of the functions that have one.
-
-    Raises:
-        ConfigurationError: if something is not a function, or takes other arguments, or
-            two have one name.
     """
 
     def __init__(
@@ -123,11 +112,7 @@ class Rewards:
 
 
 def finite(rewards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the rewards of a turn as a row holds them: float32, of shape ``(1, 1)``.
-
-    Raises:
-        ConfigurationError: if one is not a finite number; the error names it.
-    """
+    """Returns the rewards of a turn for a row: float32, of shape ``(1, 1)``."""
     return {
         name: torch.full(
             (1, 1), _number(f"The reward {name!r}", value, "is"), dtype=torch.float32
@@ -140,9 +125,6 @@ def check_rewards(rows: Sequence[TensorDictBase]) -> None:
     """Checks the rewards of rows that an environment or a gateway wrote.
 
     They become float32 where they are integers.
-
-    Raises:
-        ConfigurationError: if one is not finite.
     """
     for row in rows:
         reward = row.get(("next", "reward"), None)

@@ -35,10 +35,6 @@ from torchrl_sglang.policies.turns import TurnCodec
 class GroupWriter:
     """Writes groups of conversations as TensorDicts.
 
-    Args:
-        codec: of the policy.
-        versions: of the policy.
-
     Attributes:
         columns (frozenset of str): names that a row uses itself.
     """
@@ -51,17 +47,7 @@ class GroupWriter:
     def write(
         self, conversations: Sequence[Conversation], task: Mapping[str, Any]
     ) -> list[TensorDict]:
-        """Returns one TensorDict for each turn.
-
-        Args:
-            conversations: a complete group.
-            task: its columns, as :func:`.check_task` returned them before any function
-                could change them.
-
-        Raises:
-            ConfigurationError: if a function gave a reward the name of another column,
-                or one that is not finite.
-        """
+        """Returns one TensorDict for each turn."""
         columns = self.columns | frozenset(task)
         rows = []
         for conversation in conversations:

@@ -51,12 +51,6 @@ def parse_tool_calls(response: str) -> dict[str, Any]:
     ``<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>``, any number of
     times. What cannot be read is not returned, nor are calls in reasoning.
 
-    Args:
-        response: of the policy.
-
-    Returns:
-        What parsers of TorchRL's ``ExecuteToolsInOrder`` return.
-
     Examples:
         >>> text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         >>> [(call.tool, call.args) for call in parse_tool_calls(text)["calls"]]
@@ -142,16 +136,7 @@ class CallsOfTemplate:
 def probe_template(
     encode: Callable[[list[Message]], Any], *, system: str | None, any_id: bool
 ) -> CallsOfTemplate:
-    """Renders calls, and returns the form that a chat template accepts.
-
-    Args:
-        encode: applies the chat template to a conversation.
-        system: message at the beginning of conversations.
-        any_id: whether it takes ids other than nine letters and digits as they are.
-
-    Raises:
-        ConfigurationError: if the template refuses the message of a tool anyway.
-    """
+    """Renders calls, and returns the form that a chat template accepts."""
     refused: ConfigurationError | None = None
     for in_message in (False, True):
         for tag in ("call-{}{}", ""):
@@ -194,17 +179,8 @@ def _probe(system: str | None, tag: str, *, in_message: bool) -> list[Message]:
 class Tools:
     """Functions that the policy can call by name.
 
-    Args:
-        functions: name -> function, or functions, called by their own names. Instead
-            of a function also a pair of it and its JSON schema.
-        parser: finds the calls in a response, as for TorchRL's ``ExecuteToolsInOrder``.
-
     Attributes:
         schemas (list of dict): what a chat template tells the policy of them.
-
-    Raises:
-        ConfigurationError: if something is not a function, or has no schema, no name
-            or that of another one.
     """
 
     def __init__(

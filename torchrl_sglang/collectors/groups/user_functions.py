@@ -18,14 +18,6 @@ def naming(role: str) -> Iterator[None]:
     Args:
         role: what the function is, such as ``"The reward function 'solution'"``.
 
-    Raises:
-        UserFunctionError: with the error as its cause.
-
-    Examples:
-        >>> with naming("The reward function 'right'"):
-        ...     {}["answer"]
-        Traceback (most recent call last):
-        torchrl_sglang.errors.UserFunctionError: The reward function 'right' raised \
     KeyError: 'answer'.
     """
     try:
@@ -47,17 +39,7 @@ def name_of(function: Any) -> str:
 def check_call(
     role: str, function: Callable[..., Any], *names: str, **keywords: Any
 ) -> None:
-    """Checks that a function takes the arguments that it will be called with.
-
-    Args:
-        role: what the function is.
-        function: of the user.
-        names: of its positional arguments, for the message.
-        keywords: its keyword arguments.
-
-    Raises:
-        ConfigurationError: if it does not.
-    """
+    """Checks that a function takes the arguments that it will be called with."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

@@ -17,10 +17,6 @@ def check_advantages(
     """Compares groups with each ``MCAdvantage`` that they go through.
 
     One in a buffer on Ray is not seen.
-
-    Raises:
-        ConfigurationError: if its ``grpo_size`` is not the collector's ``group_size``,
-            which has to be at least two, or if the batch has no ``prompt_key``.
     """
     for transform in (postproc, getattr(replay_buffer, "_transform", None)):
         for advantage in _find(transform):

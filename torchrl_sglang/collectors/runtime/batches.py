@@ -27,15 +27,7 @@ from torchrl_sglang.support.log import torchrl_logger
 class Batches:
     """Makes batches of complete groups.
 
-    Args:
-        collection: of the groups.
-        consumer_version: of the buffer.
-        mask_stale: excludes tokens that are too old from the loss; ``None``: groups
-            that have some are not taken.
-        postproc: applied to each batch.
-        replay_buffer: to write them to.
-        on_other_sender: what happens where another sender updates the servers.
-        servers: their address, for messages.
+    Without ``mask_stale``, groups with tokens that are too old are not taken.
     """
 
     def __init__(
@@ -113,11 +105,7 @@ class Batches:
         return batch
 
     def _check_senders(self, groups: Sequence[ReadyGroup[Complete]]) -> None:
-        """Warns once of tokens from weights of another sender, or ends the collection.
-
-        Raises:
-            CollectionError: if it ended.
-        """
+        """Warns once of tokens from another sender's weights, or ends everything."""
         if self._warned:
             return
         foreign = self._collection.groups.foreign

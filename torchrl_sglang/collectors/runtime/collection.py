@@ -199,12 +199,7 @@ class Collection:
         return not thread.is_alive()
 
     def pause(self) -> None:
-        """Starts no more groups, and has none written to a buffer in the background.
-
-        Raises:
-            CollectionTimeoutError: if the buffer does not take the group that is being
-                written.
-        """
+        """Starts no more groups, and has none written to a buffer in the background."""
         with self.changed:
             self._paused = True
             if not self.changed.wait_for(
@@ -265,10 +260,6 @@ class Collection:
             demand: start groups for it beyond the pool's bound, if it needs them;
                 otherwise it is taken in the background, and not during a pause.
             on_wait: called each second while there are not enough, in this thread.
-
-        Raises:
-            CollectionTimeoutError: if they are not complete in time.
-            CollectionError: if the collection ended with an error.
         """
         deadline = time.monotonic() + timeout
         look_at = time.monotonic() + ON_WAIT_SECONDS
@@ -318,12 +309,7 @@ class Collection:
             self.changed.notify_all()
 
     def stats(self, down: str = "", graphs_up_to: int | None = None) -> dict[str, Any]:
-        """Returns the statistics of the groups; see :meth:`.AsyncLLMCollector.stats`.
-
-        Args:
-            down: sentences on servers that do not serve.
-            graphs_up_to: requests that all servers have CUDA graphs for.
-        """
+        """Returns statistics of the groups; see :meth:`.AsyncLLMCollector.stats`."""
         _, engine_idle = self.groups.generating.mean_and_idle()
         trainer_waits, _ = self.trainer_waits.mean_and_idle()
         with self.changed:
@@ -553,11 +539,7 @@ class Collection:
             raise
 
     async def _wait_for_memory(self) -> None:
-        """Waits while the engine is asleep: new weights have come, its cache has not.
-
-        Raises:
-            WeightSyncStateError: if nobody wakes it up; the collection ends with it.
-        """
+        """Waits while the engine is asleep, with new weights but without its cache."""
         async with self._looks:
             deadline = time.monotonic() + self._engine_seconds
             while tags := self._asleep():

@@ -33,16 +33,7 @@ TURN_COLUMNS = frozenset({"history", "step_count"})
 
 
 def check_names(names: Iterable[Any], columns: frozenset[str], what: str) -> None:
-    """Checks names that become columns of rows.
-
-    Args:
-        names: of rewards, or of the values of a task.
-        columns: names that a row uses itself.
-        what: they name.
-
-    Raises:
-        ConfigurationError: if one is not a string, or is among ``columns``.
-    """
+    """Checks names that become columns of rows."""
     for name in names:
         if not isinstance(name, str) or not name:
             raise ConfigurationError(
@@ -62,9 +53,6 @@ def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> dict[str, An
     Returns:
         dict: its columns. The functions of the user, which get the task itself, cannot
         change them.
-
-    Raises:
-        TaskError: if it cannot.
     """
     try:
         check_names(task, columns, "a value of the task")
@@ -74,11 +62,7 @@ def check_task(task: Mapping[str, Any], columns: frozenset[str]) -> dict[str, An
 
 
 def to_values(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a task as a TensorDict holds them.
-
-    Raises:
-        TaskError: if it cannot hold one.
-    """
+    """Returns the values of a task as a TensorDict holds them."""
     values = {}
     for name, value in task.items():
         try:

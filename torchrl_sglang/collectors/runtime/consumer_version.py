@@ -14,9 +14,6 @@ class ConsumerVersion:
     """Sets the ``consumer_version`` of a buffer's ``StalenessAwareSampler``.
 
     Emptying a buffer sets it back to zero, so it is set again before each write.
-
-    Args:
-        buffer: a ``ReplayBuffer``, a ``RayReplayBuffer`` or its client; or ``None``.
     """
 
     def __init__(self, buffer: Any) -> None:

@@ -18,12 +18,7 @@ from torchrl_sglang.observer import (
 
 
 class GroupEvents:
-    """Publishes events of groups, which the pool knows by the positions of prompts.
-
-    Args:
-        publish: takes the events.
-        tokenizer: of the policy.
-    """
+    """Publishes events of groups, which the pool knows by the positions of prompts."""
 
     def __init__(self, publish: Publisher, tokenizer: Any) -> None:
         self.publish = publish

@@ -31,12 +31,7 @@ class StaleMask:
         return cls(masks_key=policy.masks_key, log_probs_key=key)
 
     def __call__(self, row: TensorDictBase, bound: int) -> None:
-        """Excludes tokens of policy versions before ``bound``, in place.
-
-        Args:
-            row: of one turn or trajectory, without batch dimensions.
-            bound: oldest policy version to train on.
-        """
+        """Excludes tokens of policy versions before ``bound``, in place."""
         versions = row[POLICY_VERSIONS]
         stale = (versions >= 0) & (versions < bound)
         if not stale.any():

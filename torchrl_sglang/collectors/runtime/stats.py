@@ -148,18 +148,6 @@ def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
     A trainer that waits loses time that a faster engine would save, and an engine that
     idles loses what a faster trainer would. Where both lose much, neither would help,
     but to overlap them more.
-
-    Args:
-        shares: of the time lately.
-        max_staleness: of the collector.
-        down: sentences on servers that do not serve.
-
-    Examples:
-        >>> shares = Shares(
-        ...     trainer_waits=0.16, idle=0.6, generating=0.9, engine_idle=0.6
-        ... )
-        >>> find_bottleneck(shares, 2)
-        'Training bounds the run: batches are complete before it asks for them.'
     """
     waits, idle = shares.trainer_waits, shares.idle
     if down and waits > SMALL:
@@ -182,18 +170,7 @@ def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
 
 
 def beyond_graphs(requests: float, graphs_up_to: int | None) -> str:
-    """Returns a sentence on servers that compute without CUDA graphs, or nothing.
-
-    Args:
-        requests: mean number that are in flight.
-        graphs_up_to: those that all servers together have graphs for.
-
-    Examples:
-        >>> beyond_graphs(200.0, 256)
-        ''
-        >>> beyond_graphs(399.6, 256).strip()[:49]
-        'About 400 requests run at once, and SGLang has CU'
-    """
+    """Returns a sentence on servers that compute without CUDA graphs, or nothing."""
     if graphs_up_to is None or requests <= graphs_up_to:
         return ""
     return (

@@ -111,10 +111,6 @@ class PolicyVersions:
         The collector's own senders announce theirs. Versions from before their first
         update are nobody else's: those of an earlier run, or of a checkpoint.
 
-        Args:
-            completions: their versions are looked at, those of their LoRA adapters and
-                of the base weights below these.
-
         Examples:
             >>> versions = PolicyVersions("3")
             >>> versions.announce("4")
@@ -138,12 +134,7 @@ class PolicyVersions:
         return int(served) > first and served not in self._version_of
 
     def oldest(self, completions: Iterable[tuple[Completion, int]]) -> int:
-        """Returns the policy version of the oldest response token.
-
-        Args:
-            completions: each with the policy version when it was sent, which is taken
-                where the server does not tell its tokens' versions.
-        """
+        """Returns the policy version of the oldest response token."""
         versions = (
             version
             for completion, version_sent in completions

@@ -56,15 +56,6 @@ class GroupFailures:
     example those in which no response calls a tool. When the engine has failed several
     groups for that long and none was complete meanwhile, it is at fault, and the
     collection ends.
-
-    Args:
-        max_retries: how often a group whose functions failed starts again.
-        engine_seconds: how long groups that the engine failed start again.
-
-    Example:
-        >>> failures = GroupFailures(max_retries=1, engine_seconds=600.0)
-        >>> [failures.failed(7, KeyError("answer"), now=0.0).retry for _ in range(2)]
-        [True, False]
     """
 
     def __init__(self, *, max_retries: int, engine_seconds: float) -> None:
@@ -86,13 +77,7 @@ class GroupFailures:
     def failed(
         self, position: int, error: BaseException, *, now: float
     ) -> FailureVerdict:
-        """Returns the verdict on a failed group.
-
-        Args:
-            position: of its prompt.
-            error: that it failed with.
-            now: time on the monotonic clock, in seconds.
-        """
+        """Returns the verdict on a failed group."""
         attempts = self._attempts.setdefault(position, _Attempts(now))
         engines = is_engines(error)
         engine_began = engines and not self._engine_failed

@@ -18,11 +18,7 @@ _ADVICE = (
 
 
 def read_batches(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields the batches of a data loader.
-
-    Raises:
-        ConfigurationError: if PyTorch's own collate function cannot make one.
-    """
+    """Yields the batches of a data loader."""
     batches = iter(loader)
     while True:
         try:
@@ -47,10 +43,6 @@ def split_batch(batch: Any, loader: DataLoader[Any]) -> list[Any]:
     PyTorch's own collate function turns lists and mappings inside out, down to tensors
     and lists of texts. Any other one returns a list of tasks, or a mapping of columns
     with an entry for each task.
-
-    Raises:
-        ConfigurationError: if a column has no entry for each task, or if it cannot be
-            decided what its entries are.
     """
     if isinstance(batch, (str, bytes, torch.Tensor)) or not hasattr(batch, "__iter__"):
         raise ConfigurationError(

@@ -28,12 +28,7 @@ def oldest_first(position: int) -> int:
 def choose_priority(
     order: RequestOrder, capabilities: ServerCapabilities
 ) -> PriorityOf:
-    """Returns the priorities of an order.
-
-    Raises:
-        UnsupportedByServerError: if the servers ignore them, or would interrupt what
-            runs, which computes it twice.
-    """
+    """Returns the priorities of an order."""
     if order != "oldest":
         return no_priority
     check_priorities(capabilities)

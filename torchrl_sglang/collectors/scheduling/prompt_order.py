@@ -12,19 +12,6 @@ class PromptOrder:
 
     A position that is handed out is open until :meth:`close`. Positions that were open
     when the state was saved are handed out again first, in their order.
-
-    Args:
-        on_close: called with each position that is done.
-
-    Examples:
-        >>> order = PromptOrder()
-        >>> order.take(), order.take()
-        (0, 1)
-        >>> order.close(1)
-        >>> resumed = PromptOrder()
-        >>> resumed.load_state_dict(order.state_dict())
-        >>> resumed.take(), resumed.take()
-        (0, 2)
     """
 
     def __init__(self, on_close: Callable[[int], None] | None = None) -> None:

@@ -51,11 +51,7 @@ class PromptStream(Protocol):
     def resume(
         self, state: Mapping[str, Any], position: int, still_open: Sequence[int]
     ) -> None:
-        """Goes on at a position; of those before it, some may still be asked for.
-
-        Raises:
-            ConfigurationError: if the state is of other tasks, or of another order.
-        """
+        """Goes on at a position; of those before it, some may still be asked for."""
 
 
 def is_read_by_index(given: Any) -> bool:
@@ -114,11 +110,7 @@ def refuse_table(name: str, given: Any) -> None:
 def make_prompts(
     prompts: Any, *, query_key: str, shuffle: bool, seed: int
 ) -> PromptStream:
-    """Returns a dataset's, a data loader's or an iterable's tasks by position.
-
-    Raises:
-        ConfigurationError: if they cannot be read, or shuffled.
-    """
+    """Returns a dataset's, a data loader's or an iterable's tasks by position."""
     passes = None
     if isinstance(prompts, Passes):
         prompts, passes = prompts.prompts, prompts.count
@@ -318,11 +310,7 @@ def read_once(iterable: Iterable[Any]) -> Iterator[Any]:
 
 
 def to_task(element: Any, query_key: str) -> Task:
-    """Returns an element of a dataset as a task.
-
-    Raises:
-        ConfigurationError: if it is none.
-    """
+    """Returns an element of a dataset as a task."""
     if isinstance(element, str):
         return {query_key: element}
     if isinstance(element, TensorDictBase):
