@@ -102,13 +102,8 @@ class RequestPlan:
     def settle(self, ignores_temperature: bool | None) -> RequestPlan:
         """Returns the plan with ``scores`` decided.
 
-        Args:
-            ignores_temperature: whether the servers take log-probs before they apply
-                the temperature; ``None`` if they differ or do not report it.
-
-        Raises:
-            UnsupportedByServerError: if servers do not report log-probs of the mode.
-            ConfigurationError: if there is no room for scoring.
+        ``ignores_temperature``: whether the servers take log-probs before they apply
+        the temperature; ``None`` if they differ or do not report it.
         """
         if self.request.logprobs_mode == "model":
             return _with_room(replace(self, scores=not ignores_temperature))
@@ -143,9 +138,6 @@ class RequestPlan:
         """Returns the JSON content of a ``/generate`` call.
 
         Source: ``GenerateReqInput`` in ``sglang/srt/managers/io_struct.py``.
-
-        Raises:
-            ConfigurationError: if two columns need different values of one field.
         """
         request = self.request
         start = self.scored_from
@@ -240,16 +232,8 @@ def plan_request(
 ) -> RequestPlan:
     """Checks a request and returns its plan.
 
-    Args:
-        request: of the caller.
-        capabilities: of the servers.
-        name: of the prompt in messages.
-        checked_params: id of a mapping of sampling parameters -> the checked ones. Most
-            requests of a batch share a mapping, which is checked once.
-
-    Raises:
-        ConfigurationError: if a value is wrong.
-        UnsupportedByServerError: if the servers lack a capability that it needs.
+    ``name`` is the prompt's in messages. ``checked_params`` has checked sampling
+    parameters by the id of their mapping, which most requests of a batch share.
     """
     _check_top_logprobs(request.top_logprobs, capabilities)
     _check_priority(request.priority, capabilities)

@@ -22,19 +22,9 @@ def sample_seed(
 ) -> int:
     """Returns the seed of one response: a positive number of 63 bits.
 
-    Args:
-        run: seed of the run.
-        position: of the prompt in the run. It goes on counting from epoch to epoch, so
-            that the second visit of a prompt does not repeat the first.
-        sample: number of the conversation in its group.
-        turn: number of the response in its conversation.
-        prompt: token ids of the prompt.
-
-    Examples:
-        >>> sample_seed(0, 0, 0, 0, [5, 6]) == sample_seed(0, 0, 0, 0, [5, 6])
-        True
-        >>> len({sample_seed(0, visit, 0, 0, [5, 6]) for visit in range(100)})
-        100
+    ``position`` counts the prompts of a run from epoch to epoch, so that the second
+    visit of a prompt does not repeat the first. ``sample`` is the number of the
+    conversation in its group, ``turn`` the number of the response in it.
     """
     place = struct.pack("<4Q", run % 2**64, position, sample, turn)
     tokens = b"".join(struct.pack("<q", token) for token in prompt)

@@ -327,11 +327,7 @@ WHOLE_VOCABULARY = replace(
 
 
 def find_columns(given: Any) -> tuple[TokenColumn, ...]:
-    """Returns columns that were given by name or as rows of their own.
-
-    Raises:
-        ConfigurationError: if there is no such name, or one is given twice.
-    """
+    """Returns columns given by name or as rows; refuses unknown and repeated ones."""
     if isinstance(given, (str, TokenColumn)) or not isinstance(given, Iterable):
         raise ConfigurationError(
             f"token_columns must be a list of names or TokenColumns, got {given!r}."
@@ -374,11 +370,7 @@ def check_columns(
     params: Mapping[str, Any],
     capabilities: ServerCapabilities,
 ) -> None:
-    """Checks that the servers can report columns of a request with these parameters.
-
-    Raises:
-        UnsupportedByServerError: if they cannot.
-    """
+    """Checks that the servers can report columns of a request with these parameters."""
     for column in columns:
         problem = column.problem and column.problem(params, capabilities)
         if problem:

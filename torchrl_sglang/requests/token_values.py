@@ -48,11 +48,7 @@ def values_of(completion: Completion, layout: TokenLayout) -> TokenValues:
 def to_token_values(
     rows: Sequence[Any] | np.ndarray[Any, Any], layout: TokenLayout
 ) -> TokenValues:
-    """Returns one value for each token, or one list.
-
-    Raises:
-        ValueError: if they have another shape or cannot be of the type.
-    """
+    """Returns one value for each token, or one list; ValueError: they do not fit."""
     if layout.shape is None:
         counts = np.array([len(row) for row in rows], dtype=np.int64)
         flat = [value for row in rows for value in row]

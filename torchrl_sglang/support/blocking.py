@@ -100,12 +100,7 @@ class BlockingCalls:
         seconds: float,
         **keywords: Any,
     ) -> Any:
-        """Returns the result of a function or a coroutine function.
-
-        Raises:
-            CallTimeoutError: after ``seconds``.
-            RuntimeError: instead of an exception that asyncio would act on.
-        """
+        """Returns the result of a function or a coroutine function; see :meth:`run`."""
         bound = partial(function, *arguments, **keywords)
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
             getattr(function, "__call__", None)  # noqa: B004 - A class attribute.

@@ -152,14 +152,8 @@ def check_keywords(
 ) -> None:
     """Refuses arguments unknown to a class's constructors, with the nearest name.
 
-    Args:
-        name: name of the mapping, for the message.
-        given: arguments of the class.
-        kind: the class; arguments of its base classes count, too.
-        meant: another library's name -> the class's.
-
-    Raises:
-        ConfigurationError: with the first such argument.
+    ``name`` is the mapping's in the message; ``meant`` maps another library's names to
+    the class's.
     """
     names = {
         parameter.name

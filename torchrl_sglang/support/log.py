@@ -12,11 +12,7 @@ torchrl_logger = logging.getLogger("torchrl")
 
 
 def _configure() -> None:
-    """Formats messages like TorchRL, whose import replaces this handler.
-
-    Raises:
-        ConfigurationError: if the variable with the level has none.
-    """
+    """Formats messages like TorchRL, whose import replaces this handler."""
     if torchrl_logger.handlers:
         return
     level = os.environ.get("RL_LOGGING_LEVEL", "INFO")

@@ -12,12 +12,5 @@ def for_owner(path: str, flags: int) -> int:
     """Opens a file for its owner only, as ``open(..., opener=for_owner)``.
 
     The permissions of an existing file are kept.
-
-    Examples:
-        >>> import os, tempfile
-        >>> path = os.path.join(tempfile.mkdtemp(), "texts")
-        >>> open(path, "w", opener=for_owner).close()
-        >>> oct(os.stat(path).st_mode)[-3:]
-        '600'
     """
     return os.open(path, flags, 0o600)

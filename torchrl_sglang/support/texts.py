@@ -9,16 +9,10 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 def half_character(value: Any) -> str:
-    """Returns the first unpaired surrogate with the 20 characters before it.
+    """Returns the first unpaired surrogate of a text, or of JSON with texts.
 
-    Texts cut within a character, or read with ``errors="surrogateescape"``, have
-    unpaired surrogates.
-
-    Args:
-        value: a text, or JSON with texts.
-
-    Returns:
-        An empty text if there is none.
+    The 20 characters before it are included; without any, it is an empty text. Texts
+    cut within a character, or read with ``errors="surrogateescape"``, have them.
     """
     pending = [value]
     while pending:

@@ -43,12 +43,7 @@ def normalize_url(url: str) -> str:
 
 
 def check_public_url(given: str) -> str:
-    """Returns a public address without a trailing slash.
-
-    Raises:
-        ConfigurationError: if it is not an HTTP address, has a user, a query or a
-            fragment, or names no machine, such as ``0.0.0.0``.
-    """
+    """Returns a gateway's public address without a trailing slash."""
     full = normalize_url(given)
     parsed = URL(full)
     extra = parsed.user or parsed.password or parsed.query_string or parsed.fragment

@@ -89,14 +89,10 @@ async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -
 
     So it cannot cancel the waiting task, nor block it by ignoring its cancellation.
 
-    Args:
-        awaitable: the coroutine, or a future.
-        seconds: timeout; ``None`` for none.
-
     Raises:
         CallTimeoutError: after ``seconds``.
         RuntimeError: if it raises an exception of asyncio's control flow, or cancels
-        itself.
+            itself.
     """
     task = asyncio.ensure_future(_guarded(awaitable))
     try:
@@ -114,13 +110,10 @@ async def await_user(awaitable: Awaitable[T], *, seconds: float | None = None) -
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns the results of concurrent coroutines.
+    """Returns the results of concurrent coroutines; raises their failures as a group.
 
     The first failure cancels the others, and a ``CancelledError`` counts as a failure:
     a ``TaskGroup`` alone would treat it as a regular end.
-
-    Raises:
-        BaseExceptionGroup: with the failures.
     """
 
     async def guarded(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -147,16 +140,7 @@ def returns_awaitable(function: Any) -> bool:
 
 
 def refuse_coroutine(name: str, function: Any, reason: str) -> None:
-    """Refuses a coroutine function whose result would not be awaited.
-
-    Args:
-        name: name of the argument.
-        function: the user's function.
-        reason: why it is not awaited, a clause.
-
-    Raises:
-        ConfigurationError: with the argument.
-    """
+    """Refuses a coroutine function for an argument, which would not be awaited."""
     if returns_awaitable(function):
         raise ConfigurationError(
             f"{name}={function!r} is a coroutine function, and {reason}; give a "

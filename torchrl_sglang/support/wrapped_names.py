@@ -7,10 +7,5 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def without_wrappers(name: str) -> str:
-    """Returns a tensor's name without the wrappers around its layers.
-
-    Examples:
-        >>> without_wrappers("model.layers.0._orig_mod.mlp.up_proj.weight")
-        'model.layers.0.mlp.up_proj.weight'
-    """
+    """Returns a tensor's name without the wrappers around its layers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

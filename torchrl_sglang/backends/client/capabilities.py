@@ -110,12 +110,7 @@ def check_weight_route(
 ) -> None:
     """Raises :class:`UnsupportedByServerError` if whole weights would break a server.
 
-    Args:
-        capabilities: capabilities of the servers.
-        route: route of the weights.
-        quantized: quantization of the encoded weights, as
-            ``ServerCapabilities.quantized``.
-        draft: treatment of a draft model.
+    ``quantized``: quantization of the encoded weights.
     """
     if capabilities.quantized not in (None, quantized):
         raise UnsupportedByServerError(

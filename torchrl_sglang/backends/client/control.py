@@ -260,16 +260,7 @@ class ControlPlane:
     async def loader_states(
         self, name: str, *, timeout: float, urls: Urls = None
     ) -> dict[str, list[float] | None]:
-        """Returns the state of each server's weight loader; None: it has none.
-
-        Args:
-            name: name of the loader's state, beside the names of weights.
-            timeout: in seconds.
-            urls: the servers.
-
-        Raises:
-            ServerError: if a server does not answer.
-        """
+        """Returns the state of each server's weight loader; None: it has none."""
         payload = {"name": name, "truncate_size": 1}
         outcomes = await self._each("/get_weights_by_name", payload, timeout, urls)
         states: dict[str, list[float] | None] = {}
@@ -317,9 +308,7 @@ class ControlPlane:
     ) -> dict[str, Any]:
         """Returns the parsed response, from the first server with an answer.
 
-        Args:
-            path: ``"/parse_function_call"`` or ``"/separate_reasoning"``.
-            content: the text and the name of the parser.
+        ``path`` is ``"/parse_function_call"`` or ``"/separate_reasoning"``.
         """
         error: SGLangError = ServerUnavailableError(
             f"No server of the engine runs, so {path} was not sent."

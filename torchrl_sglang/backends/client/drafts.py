@@ -24,13 +24,7 @@ def updates_draft(capabilities: ServerCapabilities, draft: DraftUpdate) -> bool:
 def model_fields(
     capabilities: ServerCapabilities, route: WeightRoute | None, draft: DraftUpdate
 ) -> dict[str, Any]:
-    """Returns the fields of a call for its models.
-
-    Args:
-        capabilities: capabilities of the servers.
-        route: route of the weights; ``None`` for the call to open an update session.
-        draft: treatment of the draft model.
-    """
+    """Returns the fields of a call for its models; no route: it opens a session."""
     if capabilities.draft is None or route == "disk":
         return {}
     both = updates_draft(capabilities, draft)
@@ -44,16 +38,7 @@ def model_fields(
 def check_draft(
     capabilities: ServerCapabilities, route: WeightRoute, draft: DraftUpdate
 ) -> None:
-    """Checks the servers' support of an update's treatment of the draft model.
-
-    Args:
-        capabilities: capabilities of the servers.
-        route: route of the weights.
-        draft: treatment of the draft model.
-
-    Raises:
-        UnsupportedByServerError: with the alternatives.
-    """
+    """Checks the servers' support of an update's treatment of the draft model."""
     if capabilities.draft is None:
         if draft == "update":
             raise UnsupportedByServerError(

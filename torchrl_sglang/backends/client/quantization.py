@@ -15,12 +15,7 @@ BLOCK = [128, 128]
 def find_quantization(
     checkpoint: Mapping[str, Any] | None, args: ServerArgs
 ) -> str | None:
-    """Returns ``ServerCapabilities.quantized``.
-
-    Args:
-        checkpoint: ``quantization_config`` of the model's files.
-        args: arguments of the server, which may override it.
-    """
+    """Returns ``ServerCapabilities.quantized``; the server's arguments come first."""
     config = _overridden(args) or checkpoint or {}
     method = config.get("quant_method")
     # Without blocks, SGLang quantises when it loads, and transposes the weights.

@@ -257,13 +257,8 @@ async def hangs(
 ) -> bool:
     """Returns whether a server gives no token although nobody has paused it.
 
-    Args:
-        http: client of the servers.
-        capabilities: capabilities of the servers.
-        url: address of the server.
-        timeout: timeout for a token, in seconds. After 20 s without a token, SGLang
-        reports itself as unhealthy, and no longer whether it is paused.
-        probe: timeout for the server's report of its pause, in seconds.
+    After 20 s without a token, SGLang reports itself as unhealthy, and no longer
+    whether it is paused.
     """
     probe = min(timeout, probe)
 

@@ -43,13 +43,7 @@ from torchrl_sglang.backends.fleet.step import Event, Step
 def reconcile(
     state: FleetState, event: Event, now: float
 ) -> tuple[FleetState, tuple[Action, ...]]:
-    """Returns the state after an event, and the actions to execute.
-
-    Args:
-        state: the state before the event.
-        event: an observation, a call of a user, or the end of an action.
-        now: seconds on the monotonic clock.
-    """
+    """Returns the state after an event, and the actions to execute."""
     step = Step(state, now)
     event._apply(step)
     return step.state, tuple(step.actions)

@@ -268,12 +268,5 @@ class StartMore(Protocol):
     ) -> Sequence[Replica]:
         """Starts servers and waits until they are ready: all of them, or none.
 
-        Args:
-            count: number of servers.
-            cuda_devices: their GPUs; ``None``: free GPUs.
-            begun: called with each starting server; if it raises, all are stopped.
-
-        Raises:
-            ConfigurationError: if there is no place for them.
-            ServerStartError: if a server ends or is not ready in time.
+        ``begun`` is called with each starting server; if it raises, all are stopped.
         """

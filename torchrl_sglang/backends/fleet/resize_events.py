@@ -26,13 +26,7 @@ from torchrl_sglang.support.checks import some_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Joined(Event):
-    """Running servers have become servers of the engine.
-
-    Raises:
-        ServerUnavailableError: if the engine was shut down.
-        WeightSyncStateError: if it is asleep.
-        ConfigurationError: if a server belongs to the engine already.
-    """
+    """Running servers have become servers of the engine, unless they cannot join."""
 
     replicas: tuple[Replica, ...]
     """New servers, without ranks; ranks are assigned on join."""
@@ -45,12 +39,7 @@ class Joined(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeaveBegan(Event):
-    """Servers get no more requests, and finish their own.
-
-    Raises:
-        ConfigurationError: if a server is not of the engine, or leaves already, or if
-            no serving server would be left.
-    """
+    """Servers get no more requests, and finish their own, unless they cannot leave."""
 
     urls: tuple[str, ...]
     """Addresses of the servers."""

@@ -194,19 +194,7 @@ def parse_completion(
     in_place_versions: Collection[str] = (),
     adapter: Adapter | None = None,
 ) -> Completion:
-    """Returns the completion in a reply.
-
-    Args:
-        reply: of the server.
-        plan: of the request.
-        server: address of the server.
-        sent_version: weight version when the request was sent.
-        in_place_versions: weight versions that updates put below running requests.
-        adapter: that the response was computed with.
-
-    Raises:
-        SGLangError: if there is none; after an abort with the tokens so far.
-    """
+    """Returns the completion in a reply; an abort's error carries the tokens so far."""
     reader = _Reader(reply, plan, server, sent_version, adapter)
     try:
         reader.check_end()
@@ -468,19 +456,9 @@ def check_finished(
     server: str,
     finished: Collection[str] = ("stop", "length"),
 ) -> None:
-    """Raises an error unless a response came to its own end.
+    """Raises an error unless a response of this length came to its own end.
 
-    Args:
-        reason: of the response's end.
-        length: of the response, in tokens.
-        server: that generated it.
-        finished: reasons of a response that is whole.
-
-    Raises:
-        GenerationAbortedError: if the response was aborted.
-        RequestRefusedError: if the abort is a late refusal.
-        NotFiniteError: if the last token was sampled from NaN.
-        ServerUnavailableError: for any other reason.
+    A late refusal arrives as an abort with a status of 4xx.
     """
     if reason.type == "abort":
         raise _abort_error(reason, length, server)

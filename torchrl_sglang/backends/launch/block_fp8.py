@@ -50,17 +50,7 @@ UNFILLED = (
 def rollout_arguments(
     rollout_dtype: str, model: str, given: Mapping[str, Any], device: str | None
 ) -> dict[str, Any]:
-    """Returns the arguments of servers with this type of weights.
-
-    Args:
-        rollout_dtype: the type.
-        model: folder or hub name.
-        given: arguments of the servers, under SGLang's names.
-        device: device of the servers.
-
-    Raises:
-        ConfigurationError: if the type, the model and the arguments are incompatible.
-    """
+    """Returns the checked arguments of servers with this type of weights."""
     if rollout_dtype != "fp8":
         raise ConfigurationError(
             f"rollout_dtype={rollout_dtype!r} is not 'fp8'; give that, or leave it out "
@@ -74,16 +64,7 @@ def rollout_arguments(
 def block_fp8_arguments(
     config: Any, given: Mapping[str, Any], device: str | None
 ) -> dict[str, Any]:
-    """Returns the arguments of servers with ``rollout_dtype="fp8"``.
-
-    Args:
-        config: the model's configuration, as transformers has it.
-        given: arguments of the servers, under SGLang's names.
-        device: device of the servers.
-
-    Raises:
-        ConfigurationError: if the model and the arguments are incompatible.
-    """
+    """Returns the checked arguments of servers for this configuration."""
     if device == "cpu":
         raise ConfigurationError(
             "rollout_dtype='fp8' is for servers on GPUs: SGLang has no FP8 kernels for "

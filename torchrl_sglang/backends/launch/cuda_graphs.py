@@ -45,21 +45,8 @@ def graph_arguments(
 ) -> dict[str, int]:
     """Returns the argument for more graphs; none where SGLang's choice is kept.
 
-    Args:
-        arguments: of the server, under SGLang's names.
-        known: names of all arguments of its version; none: unknown.
-        memory: MiB of the smallest GPU; None: unknown.
-
-    Examples:
-        >>> names = ["cuda_graph_max_bs_decode"]
-        >>> graph_arguments({}, names, 81_559)
-        {'cuda_graph_max_bs_decode': 512}
-        >>> graph_arguments({"max_running_requests": 384}, names, 81_559)
-        {'cuda_graph_max_bs_decode': 384}
-        >>> graph_arguments({"mem_fraction_static": 0.9}, names, 81_559)
-        {}
-        >>> graph_arguments({}, names, 24_564)
-        {}
+    ``known`` has the names of all arguments of the server's version; ``memory`` is
+    MiB of the smallest GPU; None: unknown.
     """
     if ARGUMENT not in known or memory is None or memory < LEAST_MEMORY:
         return {}
@@ -96,14 +83,7 @@ def gpu_memory() -> int | None:
 
 
 def least_memory(gpus: Sequence[Sequence[str]]) -> int | None:
-    """Returns the least memory of undivided GPUs in MiB; None: unknown.
-
-    Examples:
-        >>> least_memory([("143771", "Disabled"), ("81559", "[N/A]")])
-        81559
-        >>> least_memory([("81559", "Enabled")]) is None
-        True
-    """
+    """Returns the least memory of undivided GPUs in MiB; None: unknown."""
     if any(divided == "Enabled" or not total.isdecimal() for total, divided in gpus):
         return None
     return min((int(total) for total, _ in gpus), default=None)

@@ -79,11 +79,7 @@ def inherited_environment(
 
 
 def check_environment(given: Any) -> dict[str, str]:
-    """Returns the user's variables for a server; ``None`` means no variables.
-
-    Raises:
-        ConfigurationError: if a name or a value is not a string.
-    """
+    """Returns the user's variables for a server; ``None`` means no variables."""
     if given is None:
         return {}
     for name, value in check_mapping("environment", given).items():

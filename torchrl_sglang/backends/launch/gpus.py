@@ -42,11 +42,7 @@ def devices_per_server(arguments: Mapping[str, Any]) -> int:
 
 
 def check_sizes(arguments: Mapping[str, Any]) -> list[int]:
-    """Returns ``tp_size``, ``pp_size``, ``dp_size`` and ``nnodes``, by default 1.
-
-    Raises:
-        ConfigurationError: if a value is not a number of GPUs or machines.
-    """
+    """Returns ``tp_size``, ``pp_size``, ``dp_size`` and ``nnodes``, by default 1."""
     return [_size(name, arguments.get(name)) for name in _SIZES]
 
 
@@ -67,22 +63,12 @@ def assign_devices(
 ) -> list[tuple[str, ...]]:
     """Returns the GPUs of each server, under the names of ``CUDA_VISIBLE_DEVICES``.
 
-    By default servers take the last of the visible GPUs, each a group of neighbours: a
-    trainer counts from ``cuda:0``.
-
-    Args:
-        num_replicas: number of servers.
-        size: number of GPUs of each.
-        cuda_devices: the GPUs for all servers, like ``[4, 5, 6, 7]``, or a group for
-            each, like ``[[4, 5], [6, 7]]``; groups may share GPUs. An integer,
-            ``"cuda:4"`` and a :class:`torch.device` are the trainer's ``cuda:4``; any
-            other string is a name for ``CUDA_VISIBLE_DEVICES``, such as a UUID, also of
-            a GPU invisible to the trainer.
-        available: the visible GPUs.
-
-    Examples:
-        >>> assign_devices(2, size=2, available="01234567")
-        [('4', '5'), ('6', '7')]
+    By default servers take the last of the ``available`` GPUs, each a group of
+    neighbours: a trainer counts from ``cuda:0``. ``cuda_devices`` are the GPUs for all
+    servers, like ``[4, 5, 6, 7]``, or a group for each, like ``[[4, 5], [6, 7]]``;
+    groups may share GPUs. An integer, ``"cuda:4"`` and a :class:`torch.device` are the
+    trainer's ``cuda:4``; any other string is a name for ``CUDA_VISIBLE_DEVICES``, such
+    as a UUID, also of a GPU invisible to the trainer.
     """
     needed = num_replicas * size
     reason = (

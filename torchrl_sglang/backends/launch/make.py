@@ -23,17 +23,7 @@ def make_launcher(
     spec: Mapping[str, Any],
     **options: Any,
 ) -> Launcher:
-    """Returns the launcher of an engine's servers.
-
-    Args:
-        launcher: a name, or a placement.
-        num_replicas: as for :meth:`.Placement.bind`.
-        spec: likewise.
-        **options: likewise.
-
-    Raises:
-        ConfigurationError: if it is something else, or an argument is wrong.
-    """
+    """Returns the launcher of an engine's servers; see :meth:`.Placement.bind`."""
     placement: Any = launcher
     if isinstance(launcher, str) and launcher in PLACEMENTS:
         placement = PLACEMENTS[launcher]()

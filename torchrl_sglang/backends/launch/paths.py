@@ -25,13 +25,7 @@ _WRITTEN = re.compile(r"(_dir|_folder|storage_path|save_path|export_path)$")
 
 
 def absolute_paths(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments with absolute paths of files and folders.
-
-    Examples:
-        >>> given = {"model": "Qwen/Qwen2.5-0.5B", "download_dir": "/tmp/models"}
-        >>> absolute_paths(given) == given
-        True
-    """
+    """Returns arguments with absolute paths of files and folders."""
     resolved = dict(arguments)
     for name, value in arguments.items():
         if _WRITTEN.search(name):

@@ -80,12 +80,7 @@ def short_folder(
 ) -> str:
     """Returns the folder for servers' files, whose sockets need short paths.
 
-    Args:
-        usual: the folder for temporary files, if its path is short enough.
-        others: folders with short paths, of which the first writable is taken.
-
-    Raises:
-        ServerStartError: if no folder's path is short enough.
+    It is the usual folder for temporary files, if its path is short enough.
     """
     usual = tempfile.gettempdir() if usual is None else usual
     for folder in (usual, *others):

@@ -157,12 +157,7 @@ class RayLauncher:
         parallel: ParallelStart = None,
         cuda_devices: Sequence[Any] | None = None,
     ) -> RayServers:
-        """Places servers with these arguments, and starts none of them.
-
-        Raises:
-            ConfigurationError: if an argument is wrong, here or on a node.
-            ServerStartError: if Ray does not place the servers in time.
-        """
+        """Places servers with these arguments, and starts none of them."""
         if cuda_devices is not None:
             raise ConfigurationError(
                 f"cuda_devices={cuda_devices!r} is for launcher='local': Ray assigns "
@@ -327,14 +322,7 @@ def make_key(addresses: Iterable[str]) -> str | None:
 def connect(address: str | None = None, **options: Any) -> Any:
     """Returns the module ``ray``, connected to a cluster.
 
-    Args:
-        address: of the cluster, such as ``"10.0.0.1:6379"`` or ``"auto"``. By default
-            ``RAY_ADDRESS`` names it, or Ray starts a cluster on this machine.
-        **options: further arguments of ``ray.init``.
-
-    Raises:
-        ConfigurationError: if Ray is not installed, or used through Ray Client.
-        ServerUnavailableError: if there is no cluster at the address.
+    By default ``RAY_ADDRESS`` is its address, or Ray starts a cluster on this machine.
     """
     try:
         import ray

@@ -108,18 +108,6 @@ def choose_seats(bundles: Sequence[Bundle], demand: Demand, count: int) -> list[
 
     Bundles are taken in their order, node by node: the GPUs of a server are neighbours,
     and all on the same node. Each part of a multi-node server is on another node.
-
-    Raises:
-        ConfigurationError: if there are too few.
-
-    Examples:
-        >>> bundles = [
-        ...     Bundle(index=i, node="a", size={"GPU": 1.0}, free={"GPU": 1.0})
-        ...     for i in range(4)
-        ... ]
-        >>> seats = choose_seats(bundles, Demand(gpus=2), 2)
-        >>> [[seat.bundle for seat in node] for server in seats for node in server]
-        [[0, 1], [2, 3]]
     """
     by_node: dict[str, list[Bundle]] = {}
     for bundle in bundles:

@@ -5,9 +5,9 @@
     python router_launch.py describe
     python router_launch.py serve --config <file of arguments, in JSON>
 
-``sglang_router.launch_router`` is not used: it imports all of SGLang, which takes
-seconds and fails on a CPU, lacks some of the policies, and shows keys on its command
-line. This package is not installed there, so the file stands alone.
+This package is not installed there, so the file stands alone.
+``sglang_router.launch_router`` imports all of SGLang, which takes seconds and fails on
+a CPU, lacks some of the policies, and shows keys on its command line.
 """
 
 from __future__ import annotations

@@ -35,27 +35,14 @@ _MEMORY = (
 
 
 def find_phase(log: str) -> str:
-    """Returns the phase of a server's start.
-
-    Examples:
-        >>> find_phase("[07:52:37] Load weight begin. avail mem=21.48 GB")
-        'loading the weights'
-        >>> find_phase("")
-        'importing SGLang'
-    """
+    """Returns the phase of a server's start."""
     begun = [(log.rfind(text), phase) for text, phase in _PHASES]
     place, phase = max(begun)
     return phase if place >= 0 else "importing SGLang"
 
 
 def find_remedy(log: str) -> str:
-    """Returns a sentence with a remedy for a failed start; empty: unknown.
-
-    Examples:
-        >>> find_remedy("ValueError: Raise --mem-fraction-static above 0.121 (...")
-        'Memory is short: end other programs, or start the server with \
-mem_fraction_static more than 0.121.'
-    """
+    """Returns a sentence with a remedy for a failed start; empty: unknown."""
     for pattern, remedy in _MEMORY:
         if match := re.search(pattern, log):
             return (

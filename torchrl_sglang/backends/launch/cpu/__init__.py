@@ -53,13 +53,8 @@ def engine_python(
 ) -> Path:
     """Returns the interpreter of the engine environment.
 
-    Args:
-        version: a member of :data:`VERSIONS`. Defaults to :data:`DEFAULT_VERSION`.
-        python: an interpreter with SGLang, instead of the interpreter from
-        :data:`INSTALL_COMMAND`.
-
-    Raises:
-        ConfigurationError: if the version is unknown or is not installed.
+    ``version`` is a member of :data:`VERSIONS`. By default the interpreter comes from
+    :data:`INSTALL_COMMAND`.
     """
     interpreter = _find_python() if python is None else Path(python)
     overlay = _overlay(interpreter, version)

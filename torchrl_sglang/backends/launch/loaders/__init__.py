@@ -27,15 +27,7 @@ ARGUMENT = "custom_weight_loader"
 def loader_arguments(
     weight_loader: Any, given: Mapping[str, Any]
 ) -> dict[str, list[str]]:
-    """Returns the arguments of servers with this weight loader.
-
-    Args:
-        weight_loader: ``"sglang"``, for SGLang's own, or ``"traced"``.
-        given: arguments of the servers, under SGLang's names.
-
-    Raises:
-        ConfigurationError: if there is no such loader.
-    """
+    """Returns the arguments of servers with a :data:`.WeightLoader`."""
     if weight_loader not in get_args(WeightLoader):
         raise ConfigurationError(
             f"weight_loader={weight_loader!r} is not one of "
@@ -51,12 +43,7 @@ def loader_arguments(
 
 
 def search_path(arguments: Mapping[str, Any], known: str) -> str:
-    """Returns the ``PYTHONPATH`` of a server for loaders of this folder.
-
-    Args:
-        arguments: of the server, under SGLang's names.
-        known: its current ``PYTHONPATH``.
-    """
+    """Returns a server's ``PYTHONPATH`` with loaders of this folder."""
     loaders = arguments.get(ARGUMENT) or ()
     names = [loaders] if isinstance(loaders, str) else [str(name) for name in loaders]
     modules = [name.rpartition(".")[0] for name in names]
