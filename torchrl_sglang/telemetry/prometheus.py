@@ -16,7 +16,6 @@ from torchrl_sglang.telemetry.rows import (
     MetricRow,
     Stats,
     Values,
-    read_rows,
 )
 from torchrl_sglang.types import Distribution
 
@@ -32,7 +31,7 @@ _LABEL = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 _TAKEN = {
     "part",
     "le",
-    *(name for rows in ROWS.values() for row in rows for name in row.labels),
+    *(name for rows in ROWS.values() for row in rows.values() for name in row.labels),
 }
 """Labels of the metrics themselves."""
 
@@ -117,8 +116,9 @@ class StatsFamilies:
 
     def _of_part(self, part: str, stats: Stats) -> list[Metric]:
         return [
-            _family(f"{PREFIX}_{part}_{row.name}", row, values, self._labels)
-            for row, values in read_rows(part, stats)
+            _family(f"{PREFIX}_{part}_{name}", row, values, self._labels)
+            for name, row in ROWS[part].items()
+            if (values := row.read(stats)) is not None
         ]
 
 

@@ -6,8 +6,10 @@ Each has the prefix ``torchrl_sglang_`` and its part's name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, TypeAlias
 
 from torchrl_sglang.types import Distribution, EngineStats, UpdateStats
@@ -29,12 +31,10 @@ Values: TypeAlias = float | Distribution | Mapping[tuple[str, ...], float | None
 ``None`` is unknown, and is left out."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class MetricRow:
     """A metric."""
 
-    name: str
-    """Name after the prefix and the part, with its unit; without ``_total``."""
     kind: Kind
     """Kind of the metric in Prometheus."""
     help: str
@@ -45,15 +45,15 @@ class MetricRow:
     """Names of the labels."""
 
 
-def exported_name(part: str, row: MetricRow) -> str:
+def exported_name(part: str, name: str) -> str:
     """Returns the name of a metric in Prometheus.
 
     Examples:
-        >>> exported_name("engine", ROWS["engine"][0])
-        'torchrl_sglang_engine_requests_in_flight'
+        >>> exported_name("engine", "retries")
+        'torchrl_sglang_engine_retries_total'
     """
-    end = "_total" if row.kind == "counter" else ""
-    return f"{PREFIX}_{part}_{row.name}{end}"
+    end = "_total" if ROWS[part][name].kind == "counter" else ""
+    return f"{PREFIX}_{part}_{name}{end}"
 
 
 def _number(version: str) -> float | None:
@@ -61,8 +61,17 @@ def _number(version: str) -> float | None:
     return float(version) if version.isdecimal() else None
 
 
-def _of_servers(name: str) -> Callable[[EngineStats], Values]:
-    return lambda stats: {(s.url,): getattr(s, name) for s in stats.servers}
+def _of_servers(name: str) -> tuple[Callable[[EngineStats], Values], tuple[str]]:
+    """Returns the reader and the label of a statistic of each server."""
+
+    def read(stats: EngineStats) -> Values:
+        return {(server.url,): getattr(server, name) for server in stats.servers}
+
+    return read, ("server",)
+
+
+def _by_label(values: Mapping[Any, float]) -> Values:
+    return {(str(label),): value for label, value in values.items()}
 
 
 def _server_states(stats: EngineStats) -> Values:
@@ -88,295 +97,163 @@ def as_distribution(ages: Mapping[int, int]) -> Distribution:
     return Distribution(bounds=AGE_BOUNDS, counts=tuple(counts), total=total)
 
 
-_ENGINE = (
-    MetricRow(
-        name="requests_in_flight",
-        kind="gauge",
-        help="Requests of this engine object that were sent and are not answered.",
-        read=lambda stats: stats.in_flight,
-    ),
-    MetricRow(
-        name="requests_queued",
-        kind="gauge",
-        help="Requests of this engine object that wait to be sent.",
-        read=lambda stats: stats.queued,
-    ),
-    MetricRow(
-        name="responses",
-        kind="counter",
-        help="Finished responses.",
-        read=lambda stats: stats.completed,
-    ),
-    MetricRow(
-        name="retries",
-        kind="counter",
-        help="Requests that were sent again after a failure.",
-        read=lambda stats: stats.retries,
-    ),
-    MetricRow(
-        name="retractions",
-        kind="counter",
-        help="Requests that servers computed again.",
-        read=lambda stats: stats.retractions,
-    ),
-    MetricRow(
-        name="prompt_tokens",
-        kind="counter",
-        help="Tokens of the prompts of finished responses.",
-        read=lambda stats: stats.prompt_tokens,
-    ),
-    MetricRow(
-        name="cached_prompt_tokens",
-        kind="counter",
-        help="Prompt tokens that came from the prefix cache.",
-        read=lambda stats: stats.cached_tokens,
-    ),
-    MetricRow(
-        name="response_tokens",
-        kind="counter",
-        help="Generated tokens.",
-        read=lambda stats: stats.response_tokens,
-    ),
-    MetricRow(
-        name="weight_version",
-        kind="gauge",
-        help="Version of the weights, where it is a number.",
-        read=lambda stats: _number(stats.weight_version),
-    ),
-    MetricRow(
-        name="request_duration_seconds",
-        kind="histogram",
-        help="Time from sending a request to a server until its response was read.",
-        read=lambda stats: stats.request_seconds,
-    ),
-    MetricRow(
-        name="queue_duration_seconds",
-        kind="histogram",
-        help="Time in a server's queue, of servers with enable_metrics.",
-        read=lambda stats: stats.queue_seconds,
-    ),
-    MetricRow(
-        name="first_token_seconds",
-        kind="histogram",
-        help="Time until a server had the first token, if it has enable_metrics.",
-        read=lambda stats: stats.first_token_seconds,
-    ),
-    MetricRow(
-        name="response_length_tokens",
-        kind="histogram",
-        help="Tokens of a finished response.",
-        read=lambda stats: stats.response_lengths,
-    ),
-    MetricRow(
-        name="server_state",
-        kind="gauge",
-        help="1 for the state that a server is in, 0 for the others.",
-        labels=("server", "state"),
-        read=_server_states,
-    ),
-    MetricRow(
-        name="server_running_requests",
-        kind="gauge",
-        help="Running requests of a server, of all its users.",
-        labels=("server",),
-        read=_of_servers("running"),
-    ),
-    MetricRow(
-        name="server_queued_requests",
-        kind="gauge",
-        help="Requests in a server's queue, of all its users.",
-        labels=("server",),
-        read=_of_servers("queued"),
-    ),
-    MetricRow(
-        name="server_kv_cache_usage_ratio",
-        kind="gauge",
-        help="Share of a server's KV cache that is in use.",
-        labels=("server",),
-        read=_of_servers("cache_usage"),
-    ),
-    MetricRow(
-        name="server_restarts",
-        kind="counter",
-        help="Restarts of a server by this engine.",
-        labels=("server",),
-        read=_of_servers("restarts"),
-    ),
-)
+_counter = partial(MetricRow, "counter")
+_gauge = partial(MetricRow, "gauge")
+_histogram = partial(MetricRow, "histogram")
 
-_COLLECTOR = (
-    MetricRow(
-        name="batches",
-        kind="counter",
-        help="Batches that were taken.",
-        read=lambda stats: stats["batches"],
+_ENGINE = {
+    "requests_in_flight": _gauge(
+        "Requests of this engine object that were sent and are not answered.",
+        attrgetter("in_flight"),
     ),
-    MetricRow(
-        name="turns",
-        kind="counter",
-        help="Turns that were taken.",
-        read=lambda stats: stats["frames"],
+    "requests_queued": _gauge(
+        "Requests of this engine object that wait to be sent.", attrgetter("queued")
     ),
-    MetricRow(
-        name="tokens",
-        kind="counter",
-        help="Response tokens of complete groups.",
-        read=lambda stats: stats["tokens"],
+    "responses": _counter("Finished responses.", attrgetter("completed")),
+    "retries": _counter(
+        "Requests that were sent again after a failure.", attrgetter("retries")
     ),
-    MetricRow(
-        name="policy_version",
-        kind="gauge",
-        help="Number of weight updates so far.",
-        read=lambda stats: stats["policy_version"],
+    "retractions": _counter(
+        "Requests that servers computed again.", attrgetter("retractions")
     ),
-    MetricRow(
-        name="groups",
-        kind="gauge",
-        help="Groups that run, and complete ones that wait to be taken.",
-        labels=("state",),
-        read=lambda stats: {
+    "prompt_tokens": _counter(
+        "Tokens of the prompts of finished responses.", attrgetter("prompt_tokens")
+    ),
+    "cached_prompt_tokens": _counter(
+        "Prompt tokens that came from the prefix cache.", attrgetter("cached_tokens")
+    ),
+    "response_tokens": _counter("Generated tokens.", attrgetter("response_tokens")),
+    "weight_version": _gauge(
+        "Version of the weights, where it is a number.",
+        lambda stats: _number(stats.weight_version),
+    ),
+    "request_duration_seconds": _histogram(
+        "Time from sending a request to a server until its response was read.",
+        attrgetter("request_seconds"),
+    ),
+    "queue_duration_seconds": _histogram(
+        "Time in a server's queue, of servers with enable_metrics.",
+        attrgetter("queue_seconds"),
+    ),
+    "first_token_seconds": _histogram(
+        "Time until a server had the first token, if it has enable_metrics.",
+        attrgetter("first_token_seconds"),
+    ),
+    "response_length_tokens": _histogram(
+        "Tokens of a finished response.", attrgetter("response_lengths")
+    ),
+    "server_state": _gauge(
+        "1 for the state that a server is in, 0 for the others.",
+        _server_states,
+        ("server", "state"),
+    ),
+    "server_running_requests": _gauge(
+        "Running requests of a server, of all its users.", *_of_servers("running")
+    ),
+    "server_queued_requests": _gauge(
+        "Requests in a server's queue, of all its users.", *_of_servers("queued")
+    ),
+    "server_kv_cache_usage_ratio": _gauge(
+        "Share of a server's KV cache that is in use.", *_of_servers("cache_usage")
+    ),
+    "server_restarts": _counter(
+        "Restarts of a server by this engine.", *_of_servers("restarts")
+    ),
+}
+
+_COLLECTOR = {
+    "batches": _counter("Batches that were taken.", itemgetter("batches")),
+    "turns": _counter("Turns that were taken.", itemgetter("frames")),
+    "tokens": _counter("Response tokens of complete groups.", itemgetter("tokens")),
+    "policy_version": _gauge(
+        "Number of weight updates so far.", itemgetter("policy_version")
+    ),
+    "groups": _gauge(
+        "Groups that run, and complete ones that wait to be taken.",
+        lambda stats: {
             ("running",): stats["groups_running"],
             ("ready",): stats["groups_ready"],
         },
+        ("state",),
     ),
-    MetricRow(
-        name="groups_dropped",
-        kind="counter",
-        help="Groups that were too old, given up, or not kept by keep_group.",
-        labels=("reason",),
-        read=lambda stats: {
+    "groups_dropped": _counter(
+        "Groups that were too old, given up, or not kept by keep_group.",
+        lambda stats: {
             (reason,): stats[f"groups_{reason}"]
             for reason in ("stale", "failed", "filtered")
         },
+        ("reason",),
     ),
-    MetricRow(
-        name="groups_retried",
-        kind="counter",
-        help="Groups that started again after an error.",
-        read=lambda stats: stats["groups_retried"],
+    "groups_retried": _counter(
+        "Groups that started again after an error.", itemgetter("groups_retried")
     ),
-    MetricRow(
-        name="conversations",
-        kind="gauge",
-        help="Conversations that wait for the engine, and all others.",
-        labels=("state",),
-        read=lambda stats: {
+    "conversations": _gauge(
+        "Conversations that wait for the engine, and all others.",
+        lambda stats: {
             ("generating",): stats["conversations_in_flight"],
             ("waiting",): stats["conversations_waiting"],
         },
+        ("state",),
     ),
-    MetricRow(
-        name="engine_idle_ratio",
-        kind="gauge",
-        help="Share of the recent time without a request in flight.",
-        read=lambda stats: stats["lately"]["engine_idle"],
+    "engine_idle_ratio": _gauge(
+        "Share of the recent time without a request in flight.",
+        lambda stats: stats["lately"]["engine_idle"],
     ),
-    MetricRow(
-        name="trainer_waiting_ratio",
-        kind="gauge",
-        help="Share of the recent time in which a batch was waited for.",
-        read=lambda stats: stats["lately"]["trainer_waits"],
+    "trainer_waiting_ratio": _gauge(
+        "Share of the recent time in which a batch was waited for.",
+        lambda stats: stats["lately"]["trainer_waits"],
     ),
-    MetricRow(
-        name="group_duration_seconds",
-        kind="histogram",
-        help="Time from a group's start to its end, rewards included.",
-        read=lambda stats: stats["group_seconds"],
+    "group_duration_seconds": _histogram(
+        "Time from a group's start to its end, rewards included.",
+        itemgetter("group_seconds"),
     ),
-    MetricRow(
-        name="token_age_updates",
-        kind="histogram",
-        help="Age of the tokens that were taken, in weight updates.",
-        read=lambda stats: as_distribution(stats["age"]),
+    "token_age_updates": _histogram(
+        "Age of the tokens that were taken, in weight updates.",
+        lambda stats: as_distribution(stats["age"]),
     ),
-)
+}
 
-_GATEWAY = (
-    MetricRow(
-        name="sessions",
-        kind="gauge",
-        help="Sessions that there are.",
-        read=lambda stats: stats["sessions"],
+_GATEWAY = {
+    "sessions": _gauge("Sessions that there are.", itemgetter("sessions")),
+    "responses_in_flight": _gauge("Responses under way.", itemgetter("generating")),
+    "turns": _counter("Recorded turns, in dropped sessions too.", itemgetter("turns")),
+    "tokens": _counter("Generated tokens of recorded turns.", itemgetter("tokens")),
+    "branches": _counter(
+        "Requests that began a branch, by why they did not go on from a turn.",
+        lambda stats: _by_label(stats["branches"]),
+        ("reason",),
     ),
-    MetricRow(
-        name="responses_in_flight",
-        kind="gauge",
-        help="Responses under way.",
-        read=lambda stats: stats["generating"],
-    ),
-    MetricRow(
-        name="turns",
-        kind="counter",
-        help="Recorded turns, in dropped sessions too.",
-        read=lambda stats: stats["turns"],
-    ),
-    MetricRow(
-        name="tokens",
-        kind="counter",
-        help="Generated tokens of recorded turns.",
-        read=lambda stats: stats["tokens"],
-    ),
-    MetricRow(
-        name="branches",
-        kind="counter",
-        help="Requests that began a branch, by why they did not go on from a turn.",
-        labels=("reason",),
-        read=lambda stats: {
-            (str(reason),): count for reason, count in stats["branches"].items()
-        },
-    ),
-)
+}
 
-_WEIGHTS = (
-    MetricRow(
-        name="updates",
-        kind="counter",
-        help="Weight updates that succeeded.",
-        labels=("transport",),
-        read=lambda stats: {(name,): n for name, n in stats.updates.items()},
+_WEIGHTS = {
+    "updates": _counter(
+        "Weight updates that succeeded.",
+        lambda stats: _by_label(stats.updates),
+        ("transport",),
     ),
-    MetricRow(
-        name="update_failures",
-        kind="counter",
-        help="Weight updates that raised an error.",
-        read=lambda stats: stats.failures,
+    "update_failures": _counter(
+        "Weight updates that raised an error.", attrgetter("failures")
     ),
-    MetricRow(
-        name="update_bytes",
-        kind="counter",
-        help="Bytes of weights that were sent.",
-        read=lambda stats: stats.num_bytes,
+    "update_bytes": _counter(
+        "Bytes of weights that were sent.", attrgetter("num_bytes")
     ),
-    MetricRow(
-        name="update_duration_seconds",
-        kind="histogram",
-        help="Duration of a weight update that succeeded.",
-        read=lambda stats: stats.seconds,
+    "update_duration_seconds": _histogram(
+        "Duration of a weight update that succeeded.", attrgetter("seconds")
     ),
-    MetricRow(
-        name="update_phase_seconds",
-        kind="counter",
-        help="Seconds in each phase of weight updates.",
-        labels=("phase",),
-        read=lambda stats: {(name,): s for name, s in stats.phase_seconds.items()},
+    "update_phase_seconds": _counter(
+        "Seconds in each phase of weight updates.",
+        lambda stats: _by_label(stats.phase_seconds),
+        ("phase",),
     ),
-)
+}
 
-ROWS: Mapping[str, tuple[MetricRow, ...]] = {
+ROWS: Mapping[str, Mapping[str, MetricRow]] = {
     "engine": _ENGINE,
     "collector": _COLLECTOR,
     "gateway": _GATEWAY,
     "weights": _WEIGHTS,
 }
-"""Part -> its metrics."""
+"""Part -> name of a metric after the prefix and the part, without ``_total`` -> it."""
 
 Stats: TypeAlias = EngineStats | UpdateStats | Mapping[str, Any]
 """Statistics of a part."""
-
-
-def read_rows(part: str, stats: Stats) -> Iterator[tuple[MetricRow, Values]]:
-    """Yields each metric of a part with its values."""
-    for row in ROWS[part]:
-        values = row.read(stats)
-        if values is not None:
-            yield row, values

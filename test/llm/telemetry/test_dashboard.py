@@ -28,8 +28,8 @@ def exported() -> dict[str, set[str]]:
     """Returns the series of the table, with the names of their labels."""
     found = {f"{PREFIX}_up": {"part"}}
     for part, rows in ROWS.items():
-        for row in rows:
-            name, labels = exported_name(part, row), set(row.labels)
+        for key, row in rows.items():
+            name, labels = exported_name(part, key), set(row.labels)
             if row.kind == "histogram":
                 found |= {name + end: labels for end in HISTOGRAM_PARTS}
                 found[f"{name}_bucket"] = labels | {"le"}
@@ -106,8 +106,8 @@ def test_every_exported_metric_is_on_the_dashboard():
         for selector in selectors(promql_parser.parse(each["expr"]))
     }
     for part, rows in ROWS.items():
-        for row in rows:
-            name = exported_name(part, row)
+        for key in rows:
+            name = exported_name(part, key)
             series = {name + end for end in ("", *HISTOGRAM_PARTS)}
             assert series & shown, name
 

@@ -15,13 +15,13 @@ def test_every_metric_has_a_line():
     listed = [match.groups() for match in LINE.finditer(GUIDE.read_text())]
     rows = [
         (
-            exported_name(part, row).removeprefix(f"{PREFIX}_"),
+            exported_name(part, name).removeprefix(f"{PREFIX}_"),
             ", ".join(row.labels) or None,
             row.kind,
             row.help,
         )
         for part, rows in ROWS.items()
-        for row in rows
+        for name, row in rows.items()
     ]
     assert listed[0][0] == "up"
     assert listed[1:] == rows
