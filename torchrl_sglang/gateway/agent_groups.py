@@ -21,7 +21,7 @@ from torchrl_sglang.collectors.runtime.contract import (
     GroupSetting,
 )
 from torchrl_sglang.errors import CollectionError, ConfigurationError
-from torchrl_sglang.gateway.agents import Agent, Sessions, run_agent
+from torchrl_sglang.gateway.agents import Agent, run_agent
 from torchrl_sglang.gateway.export import CONTAINERS, to_rows
 from torchrl_sglang.gateway.recorded import record_session
 from torchrl_sglang.gateway.responder import Responder
@@ -80,7 +80,7 @@ class AgentGroups(GroupKind):
 
     of_agents: ClassVar[bool] = True
 
-    gateway: Sessions
+    gateway: Responder
     agent: Agent
     num_threads: int = field(default=16, kw_only=True)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
-from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError, GatewayError
+from torchrl_sglang.gateway.responder import Responder
 from torchrl_sglang.gateway.session import Session
-from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import as_reward
 from torchrl_sglang.support.log import torchrl_logger
@@ -25,26 +24,8 @@ Agent: TypeAlias = Callable[..., Any]
 it sets rewards itself. A plain function runs in a thread."""
 
 
-class Sessions(Protocol):
-    """Members of a gateway for agents."""
-
-    engine: RLSGLangEngine
-    """Generates."""
-    token_columns: tuple[TokenColumn, ...]
-    """Further recorded quantities of each token."""
-
-    def session(self, name: str | None = None, *, group: str | None = None) -> Session:
-        """Returns a new session."""
-
-    def set_reward(self, session: Session, reward: float) -> None:
-        """Sets the reward of a session."""
-
-    def drop(self, session: Session) -> None:
-        """Forgets a session."""
-
-
 async def run_agents(
-    gateway: Sessions,
+    gateway: Responder,
     agent: Agent,
     tasks: Sequence[Any],
     *,
@@ -96,7 +77,7 @@ async def run_agents(
 
 
 async def _run_in_session(
-    gateway: Sessions,
+    gateway: Responder,
     agent: Agent,
     task: Any,
     group: str,

@@ -13,6 +13,7 @@ from typing import Any, Self
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.agent_groups import AgentGroups
 from torchrl_sglang.gateway.agents import Agent, run_agents
@@ -21,14 +22,20 @@ from torchrl_sglang.gateway.credit import check_discount, trained_rule
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import DIALECTS
 from torchrl_sglang.gateway.export import to_rows
-from torchrl_sglang.gateway.options import ServingOptions, SessionLimits
-from torchrl_sglang.gateway.reading import ToolChoiceMode
+from torchrl_sglang.gateway.options import (
+    SessionLimits,
+    check_dialects,
+    check_params,
+)
+from torchrl_sglang.gateway.policy import Policy
+from torchrl_sglang.gateway.reading import RequestReader, ToolChoiceMode
 from torchrl_sglang.gateway.recorded import publish_session
 from torchrl_sglang.gateway.responder import Responder, prompt_threads
 from torchrl_sglang.gateway.routes.app import make_app
 from torchrl_sglang.gateway.runner import Runner
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.store import Store
+from torchrl_sglang.gateway.tool_grammar import GRAMMARS
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.observer import Publisher, Subscriber, check_recorder
 from torchrl_sglang.requests.request import check_logprobs_mode
@@ -214,39 +221,53 @@ class Gateway(Responder):
         self.token_columns = columns_of_mode(
             check_logprobs_mode(logprobs_mode), find_columns(token_columns)
         )
-        options = ServingOptions(
-            tokenizer=engine.get_tokenizer() if tokenizer is None else tokenizer,
-            chat_template=chat_template,
-            dialects=dialects,
-            api_key=api_key or secrets.token_urlsafe(32),
-            open=is_open,
-            keep_alive_seconds=keep_alive_seconds,
-            tool_call_parser=tool_call_parser,
-            reasoning_parser=reasoning_parser,
-            default_sampling_params=default_sampling_params or {},
-            forced_sampling_params=forced_sampling_params or {},
-            request_timeout=request_timeout,
+        forced_params = check_params("forced_sampling_params", forced_sampling_params)
+        tokenizer = engine.get_tokenizer() if tokenizer is None else tokenizer
+        template = ChatTemplate(tokenizer, chat_template)
+        super().__init__(
+            engine,
+            template=template,
+            policy=Policy(
+                engine,
+                tokenizer,
+                template,
+                tool_call_parser=tool_call_parser,
+                reasoning_parser=reasoning_parser,
+                token_columns=self.token_columns,
+                logprobs_mode=logprobs_mode,
+                timeout=check_seconds("request_timeout", request_timeout),
+            ),
+            read=RequestReader(
+                ignored_params=ignored_params,
+                tool_choice=tool_choice,
+                variables=template.variables,
+                forces_grammar=not GRAMMARS.isdisjoint(forced_params),
+            ),
+            default_params=check_params(
+                "default_sampling_params", default_sampling_params
+            ),
+            forced_params=forced_params,
             limits=SessionLimits(
                 max_turns=max_turns,
                 max_tokens=max_tokens,
                 session_seconds=session_seconds,
             ),
-            tool_choice=tool_choice,
-            ignored_params=ignored_params,
-            token_columns=self.token_columns,
-            logprobs_mode=logprobs_mode,
+        )
+        self.dialects = check_dialects(dialects)
+        self.open = is_open
+        self.api_key = api_key or secrets.token_urlsafe(32)
+        self.keep_alive_seconds = check_seconds(
+            "keep_alive_seconds", keep_alive_seconds
         )
         self._is_trained = trained_rule(trained)
         self._discount = check_discount(discount)
         self._publish = Publisher(check_recorder(recorder))
-        super().__init__(engine, options)
-        self.engine = engine
         self.client_timeouts = ClientTimeouts()
         """Timeouts of clients, which are read when the gateway starts."""
         self._runner = Runner(lambda: make_app(self, self.client_timeouts), host, port)
         self._file_closed = False
         self._families: StatsFamilies | None = None
-        self._store = self._keeper.store = None if path is None else Store(path)
+        self._store = self.keeper.store = None if path is None else Store(path)
         for session in self._store.load() if self._store else ():
             self._set_up(session)
             self._registry.add(session)
@@ -303,7 +324,7 @@ class Gateway(Responder):
         self._publish = Publisher()
         if self._store is not None:
             self._store.close()
-            self._store = self._keeper.store = None
+            self._store = self.keeper.store = None
             self._file_closed = True
 
     def _check_file(self) -> None:
@@ -371,7 +392,7 @@ class Gateway(Responder):
         """
         generating = sum(session.generating for session in self.sessions)
         with self._lock:
-            counts = self._keeper.counts
+            counts = self.keeper.counts
             return {
                 "sessions": len(self._registry),
                 "generating": generating,
@@ -522,7 +543,7 @@ class Gateway(Responder):
         return AgentGroups(self, agent, **options)
 
     async def metrics(self, accept: str) -> tuple[str, bytes]:
-        """Returns metrics of this gateway and its engine. For the HTTP routes.
+        """Returns metrics of this gateway and its engine.
 
         Args:
             accept: formats that the client takes, as in its header.

@@ -69,7 +69,7 @@ class Keeper:
             session.pinned += pinned
         try:
             if self.store is not None:
-                await self._save(session, turns, new)
+                await self._save(session, turns)
             with self._lock:
                 check_takes_turns(session)
                 for turn in turns:
@@ -82,11 +82,11 @@ class Keeper:
                 for turn in pinned:
                     session.pinned.remove(turn)
 
-    async def _save(self, session: Session, turns: Sequence[Turn], new: int) -> None:
+    async def _save(self, session: Session, turns: Sequence[Turn]) -> None:
         """Writes turns to the store, and removes them if the call is cancelled."""
         assert self.store is not None
         try:
-            await self.store.save_turns(session, turns, new=new)
+            await self.store.save_turns(session, turns)
         except asyncio.CancelledError:
             with self._lock:
                 alone = [t for t in turns if session.pinned.count(t) == 1]
@@ -104,11 +104,6 @@ class Keeper:
             if self.store is not None and gone:
                 self.store.delete_turns(session, gone)
 
-    def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Records turns as received by a client, to keep them."""
-        if self.store is not None:
-            self.store.received(session, turns)
-
     async def unname(self, session: Session, turn: Turn) -> None:
         """Removes the name of a turn's answer, also in the store.
 
@@ -118,7 +113,7 @@ class Keeper:
         with self._lock:
             session.unname(turn)
         if self.store is not None:
-            await self.store.unname(session, turn)
+            await self.store.save_turns(session, [turn])
 
     async def written(self) -> None:
         """Waits until all changes are in the store.

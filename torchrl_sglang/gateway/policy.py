@@ -104,8 +104,8 @@ class Policy:
         self._engine = engine
         self._tokenizer = tokenizer
         self._template = template
-        self._tool_call_parser = tool_call_parser
-        self._reasoning_parser = reasoning_parser
+        self.tool_call_parser = tool_call_parser
+        self.reasoning_parser = reasoning_parser
         self._token_columns = token_columns
         self._logprobs_mode = logprobs_mode
         self._timeout = timeout
@@ -116,9 +116,9 @@ class Policy:
         Raises:
             ConfigurationError: if a parser is missing.
         """
-        name, parser = "tool_call_parser", self._tool_call_parser
+        name, parser = "tool_call_parser", self.tool_call_parser
         await self._check_parser(_CALLS_PATH, name, parser, CALL_FORMATS, tools=[])
-        name, parser = "reasoning_parser", self._reasoning_parser
+        name, parser = "reasoning_parser", self.reasoning_parser
         await self._check_parser(_REASONING_PATH, name, parser, REASONING_MARKS)
 
     async def _check_parser(
@@ -230,15 +230,15 @@ class Policy:
     ) -> Follower:
         """Returns a reader of a response during its generation."""
         is_chat = prompt.new_text is None
-        parses = is_chat and self._reasoning_parser is not None
+        parses = is_chat and self.reasoning_parser is not None
         may_call = is_chat and bool(prompt.setting.tools)
 
         def begin() -> tuple[DraftReader, Set[int]]:
             stops = sampling.params.get("stop") or ()
             reader = DraftReader(
                 self._separate if parses else None,
-                reasoning_parser=self._reasoning_parser,
-                call_parser=self._tool_call_parser if may_call else None,
+                reasoning_parser=self.reasoning_parser,
+                call_parser=self.tool_call_parser if may_call else None,
                 stops=[stops] if isinstance(stops, str) else stops,
             )
             return reader, self._ends(sampling).dropped
@@ -249,7 +249,7 @@ class Policy:
     async def _separate(self, text: str) -> tuple[str, str]:
         """Returns reasoning and content, from SGLang's parser."""
         parts = await self._ask(
-            _REASONING_PATH, text=text, reasoning_parser=self._reasoning_parser
+            _REASONING_PATH, text=text, reasoning_parser=self.reasoning_parser
         )
         content = parts.get("text") if parts else text
         return parts.get("reasoning_text") or "", content or ""
@@ -280,18 +280,18 @@ class Policy:
         Unparsable text is content.
         """
         message: dict[str, Any] = {"content": text}
-        if self._reasoning_parser is not None and text:
+        if self.reasoning_parser is not None and text:
             reasoning, content = await self._separate(text)
             if reasoning:
                 message["reasoning_content"] = reasoning
                 # Templates put empty lines between them.
                 message["content"] = content.lstrip("\n")
-        if self._tool_call_parser is not None and tools and message["content"]:
+        if self.tool_call_parser is not None and tools and message["content"]:
             parts = await self._ask(
                 _CALLS_PATH,
                 text=message["content"],
                 tools=[dict(tool) for tool in tools],
-                tool_call_parser=self._tool_call_parser,
+                tool_call_parser=self.tool_call_parser,
             )
             calls = read_calls(parts.get("calls") or (), text)
             if calls:

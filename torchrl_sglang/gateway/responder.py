@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -17,12 +18,8 @@ from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.keeping import Keeper, check_takes_turns
-from torchrl_sglang.gateway.options import ServingOptions
-from torchrl_sglang.gateway.policy import (
-    Policy,
-    PolicyReply,
-    Sampling,
-)
+from torchrl_sglang.gateway.options import SessionLimits
+from torchrl_sglang.gateway.policy import Policy, PolicyReply, Sampling
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.reading import RequestReader
 from torchrl_sglang.gateway.registry import SessionRegistry
@@ -30,73 +27,91 @@ from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.session import NEW_CHARACTERS, Session
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, with_choice
 from torchrl_sglang.gateway.turns import Prompt, Turn
+from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.tracing import span
 
 PROMPT_THREADS = 2
 """Threads that render and tokenize long prompts; tokenizers leave Python meanwhile."""
 
 
-class Responder:
-    """Reads requests, generates responses, and keeps them.
+class Responder(abc.ABC):
+    """A gateway without its sessions: reads requests, generates and keeps responses.
 
     Args:
         engine: generates.
-        options: of the gateway.
+        template: chat template of the conversations.
+        policy: writes responses with the engine.
+        read: parses the bodies of requests.
+        default_params: sampling parameters of requests without their own.
+        forced_params: sampling parameters of all requests.
+        limits: limits of each session.
     """
 
-    def __init__(self, engine: RLSGLangEngine, options: ServingOptions) -> None:
-        self.dialects: Sequence[Dialect] = options.dialects
-        self.open = options.open
-        self.api_key = options.api_key
-        self.keep_alive_seconds = options.keep_alive_seconds
+    api_key: str
+    """Key to every session."""
+    dialects: Sequence[Dialect]
+    """Accepted dialects."""
+    open: bool
+    """Whether a session's path is sufficient for access."""
+    keep_alive_seconds: float
+    """Interval between comments in a stream without content."""
+    public_url: str | None
+    """Address of the gateway for clients, if it differs from the request's."""
+    token_columns: tuple[TokenColumn, ...]
+    """Further recorded quantities of each token."""
+
+    def __init__(
+        self,
+        engine: RLSGLangEngine,
+        *,
+        template: ChatTemplate,
+        policy: Policy,
+        read: RequestReader,
+        default_params: Mapping[str, Any],
+        forced_params: Mapping[str, Any],
+        limits: SessionLimits,
+    ) -> None:
+        self.engine = engine
         self.models = [engine.model_path]
-        self._capabilities = engine.capabilities
-        self._options, self._limits = options, options.limits
-        self._template = ChatTemplate(options.tokenizer, options.chat_template)
-        self._reader = RequestReader(
-            ignored_params=options.ignored_params,
-            tool_choice=options.tool_choice,
-            variables=self._template.variables,
-            forces_grammar=not GRAMMARS.isdisjoint(options.forced_sampling_params),
-        )
-        self._policy = Policy(
-            engine,
-            options.tokenizer,
-            self._template,
-            tool_call_parser=options.tool_call_parser,
-            reasoning_parser=options.reasoning_parser,
-            token_columns=options.token_columns,
-            logprobs_mode=options.logprobs_mode,
-            timeout=options.request_timeout,
-        )
+        self.read = read
+        self.token_text = cache(lambda token: template.decode([token]))
+        self._template, self._policy = template, policy
+        self._default_params, self._forced_params = default_params, forced_params
+        self._limits = limits
         self._lock = threading.Lock()
         self._registry = SessionRegistry(self._lock)
-        self._keeper = Keeper(self._lock)
-        self._texts: dict[int, str] = {}
+        self.find = self._registry.find
+        self.keeper = Keeper(self._lock)
         self._threads = prompt_threads()
 
-    # For the HTTP routes.
+    @abc.abstractmethod
+    def session(self, name: str | None = None, *, group: str | None = None) -> Session:
+        """Returns the session of this name, or a new session."""
 
-    def find(self, *, name: str | None = None, key: str | None = None) -> Session:
-        """Returns the session of this name or key.
+    @abc.abstractmethod
+    def drop(self, session: Session) -> None:
+        """Drops a session."""
 
-        Raises:
-            GatewayError: if there is none, or its key has expired.
-        """
-        return self._registry.find(name=name, key=key)
+    @abc.abstractmethod
+    def set_reward(
+        self,
+        session: Session,
+        reward: float,
+        *,
+        turn: int | str | None = None,
+        agent: str | None = None,
+        branch: int | str | None = None,
+    ) -> None:
+        """Sets the reward of a session or of a part of it."""
 
-    def read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
-        """Parses the body of a request. For the HTTP routes.
-
-        Raises:
-            ConfigurationError: for what is wrong or unsupported.
-        """
-        return self._reader(read, body)
+    @abc.abstractmethod
+    async def metrics(self, accept: str) -> tuple[str, bytes]:
+        """Returns the content type and the text of the metrics."""
 
     async def respond(
         self, session: Session, request: Request, progress: Progress | None = None
     ) -> list[Turn]:
-        """Generates and keeps the responses to a request. For the HTTP routes."""
+        """Generates and keeps the responses to a request."""
         number = request.sampling.number
         check_takes_turns(session)
         self._check_limits(session, number)
@@ -105,7 +120,7 @@ class Responder:
             check_last_message(request.messages)
             prompt = await self._prompt(session, request)
             self._policy.check_fits(prompt)
-            await self._keeper.writable()
+            await self.keeper.writable()
             with span(
                 "chat",
                 kind="server",
@@ -125,69 +140,29 @@ class Responder:
                 _to_turn(session.next_number(), prompt, reply, request)
                 for reply in replies
             ]
-            await self._keeper.keep(session, turns, new=len(turns))
+            await self.keeper.keep(session, turns, new=len(turns))
         finally:
             session.generating -= number
         return turns
 
-    async def keep(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Keeps turns again that were withdrawn. For the HTTP routes.
-
-        Raises:
-            GatewayError: if the session was dropped, or the file cannot be written.
-                None of them is kept then.
-        """
-        await self._keeper.keep(session, turns)
-
-    def withdraw(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Removes turns that no client has seen. For the HTTP routes."""
-        self._keeper.withdraw(session, turns)
-
-    def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Knows that a client has turns. For the HTTP routes."""
-        self._keeper.received(session, turns)
-
-    async def unname(self, session: Session, turn: Turn) -> None:
-        """Forgets the name of a turn's answer, also in the file. For the HTTP routes.
-
-        Raises:
-            GatewayError: if the file cannot be written.
-        """
-        await self._keeper.unname(session, turn)
-
-    async def written(self) -> None:
-        """Returns when everything so far is in the file. For the HTTP routes.
-
-        Raises:
-            GatewayError: if it could not be written.
-        """
-        await self._keeper.written()
-
     async def count(self, session: Session, request: Request) -> int:
-        """Returns the number of tokens of a prompt. For the HTTP routes."""
+        """Returns the number of tokens of a prompt."""
         return (await self._prompt(session, request)).num_tokens
-
-    def token_text(self, token: int) -> str:
-        """Returns the text of a token. For the HTTP routes."""
-        if (text := self._texts.get(token)) is None:
-            text = self._texts[token] = self._template.decode([token])
-        return text
 
     def _sampling(self, session: Session, request: Request, prompt: Prompt) -> Sampling:
         """Returns how the responses to a request are drawn."""
-        options = self._options
-        params = {**options.default_sampling_params, **request.sampling.params}
-        if GRAMMARS.isdisjoint(options.forced_sampling_params):
+        params = {**self._default_params, **request.sampling.params}
+        if GRAMMARS.isdisjoint(self._forced_params):
             params = with_choice(
                 params,
                 request.setting.tools,
                 request.choice,
-                call_parser=options.tool_call_parser,
-                reasoning_parser=options.reasoning_parser,
+                call_parser=self._policy.tool_call_parser,
+                reasoning_parser=self._policy.reasoning_parser,
                 prompt=prompt.rendered,
-                has_grammar=self._capabilities.has_grammar,
+                has_grammar=self.engine.capabilities.has_grammar,
             )
-        params |= options.forced_sampling_params
+        params |= self._forced_params
         if self._limits.max_tokens is not None:
             tokens_left = self._limits.max_tokens - session.num_tokens
             tokens_left //= request.sampling.number

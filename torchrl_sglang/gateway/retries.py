@@ -186,7 +186,6 @@ class Answers:
         *,
         keep: Callable[[Any], Awaitable[None]],
         withdraw: Callable[[Any], None],
-        received: Callable[[Any], None] | None = None,
         recorded: Callable[[], list[Answer]] = list,
         is_continued: Callable[[Any], bool] = lambda result: False,
         request_id: str = "",
@@ -202,7 +201,6 @@ class Answers:
             compute: computes an answer, and keeps it.
             keep: keeps a withdrawn answer again.
             withdraw: withdraws an undelivered answer.
-            received: called with an answer at each delivery.
             recorded: returns earlier answers to equal requests, also from an earlier
                 process.
             is_continued: returns whether a conversation continues an answer.
@@ -229,8 +227,6 @@ class Answers:
             yield answer
             if answer.is_complete and answer.latest is latest:
                 answer.delivered = True
-                if received is not None:
-                    received(answer.task.result())
         finally:
             answer.waiting -= 1
             entry.settle(answer, withdraw)

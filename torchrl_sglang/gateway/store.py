@@ -220,20 +220,7 @@ class Store:
         statement = "delete from turns where session = ? and number = ?"
         self._change(*((statement, (session.key, turn.number)) for turn in turns))
 
-    def received(self, session: Session, turns: Sequence[Turn]) -> None:
-        """Does nothing: turns are in the file before clients have them."""
-
-    async def unname(self, session: Session, turn: Turn) -> None:
-        """Waits until the name of a turn's answer is removed from the file.
-
-        Raises:
-            GatewayError: if it cannot be written.
-        """
-        await self.save_turns(session, [turn])
-
-    async def save_turns(
-        self, session: Session, turns: Sequence[Turn], *, new: int = 0
-    ) -> None:
+    async def save_turns(self, session: Session, turns: Sequence[Turn]) -> None:
         """Waits until turns are in the file, unless their session is deleted.
 
         A cancelled call may still write them.
@@ -241,7 +228,6 @@ class Store:
         Args:
             session: session of the turns.
             turns: new turns, and changed turns.
-            new: number of new turns, without effect here.
 
         Raises:
             GatewayError: if it cannot be written; none of them is in it then.

@@ -81,7 +81,7 @@ def test_a_turn_that_others_go_on_from_is_not_withdrawn(
         task = asyncio.ensure_future(gateway.respond(session, going_on))
         await entered.wait()
         # Its connection seems to have broken; another request shows that it has not.
-        gateway.withdraw(session, [first])
+        gateway.keeper.withdraw(session, [first])
         (second,) = await task
         assert second.prompt.origin is first
         assert numbers(session) == [0, 1]
@@ -119,7 +119,7 @@ def test_a_client_that_hangs_up_deletes_no_turn_of_others(
         while session.generating < 2:  # noqa: ASYNC110 - It is a number of others.
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        gateway.withdraw(session, [first])
+        gateway.keeper.withdraw(session, [first])
         entered = slow_disk(gateway)
         gate.set()
         await entered.wait()

@@ -11,8 +11,8 @@ from torchrl_sglang.errors import GatewayError
 from torchrl_sglang.gateway.connections import STRANGERS
 from torchrl_sglang.gateway.dialects.base import Dialect
 from torchrl_sglang.gateway.dialects.registry import find_dialect
+from torchrl_sglang.gateway.responder import Responder
 from torchrl_sglang.gateway.routes.content import GONE, NOT_FOUND
-from torchrl_sglang.gateway.routes.contract import Recorder
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.support.urls import is_loopback
 
@@ -24,7 +24,7 @@ class Access:
         gateway: gateway of the sessions.
     """
 
-    def __init__(self, gateway: Recorder) -> None:
+    def __init__(self, gateway: Responder) -> None:
         self._gateway = gateway
 
     def dialect(self, request: web.Request) -> Dialect:

@@ -7,13 +7,13 @@ from functools import partial
 from aiohttp import web
 
 from torchrl_sglang.gateway.connections import STRANGERS, ClientTimeouts, Strangers
-from torchrl_sglang.gateway.routes.contract import Recorder
+from torchrl_sglang.gateway.responder import Responder
 from torchrl_sglang.gateway.routes.management import GatewayRoutes
 
 MAX_REQUEST_BYTES = 64 << 20
 
 
-def make_app(gateway: Recorder, timeouts: ClientTimeouts) -> web.Application:
+def make_app(gateway: Responder, timeouts: ClientTimeouts) -> web.Application:
     """Returns all routes of a gateway."""
     routes = GatewayRoutes(gateway)
     app = web.Application(

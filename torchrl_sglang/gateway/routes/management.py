@@ -32,7 +32,7 @@ class GatewayRoutes(SessionRoutes):
             url = f"{request.scheme}://{request.host}/sessions/{session.name}"
         about = {"name": session.name, "key": session.key, "url": url}
         links = {"base_url": f"{url}/v1", "expires": session.expires}
-        await self._gateway.written()
+        await self._gateway.keeper.written()
         return json_response({**about, **links})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
@@ -63,7 +63,7 @@ class GatewayRoutes(SessionRoutes):
     async def delete(self, request: web.Request) -> web.StreamResponse:
         """Drops a session."""
         self._gateway.drop(self.access.own(request))
-        await self._gateway.written()
+        await self._gateway.keeper.written()
         return json_response({})
 
     async def reward(self, request: web.Request) -> web.StreamResponse:
@@ -79,5 +79,5 @@ class GatewayRoutes(SessionRoutes):
                 f"{', '.join(REWARDED)}."
             )
         self._gateway.set_reward(session, value, turn=turn, agent=agent, branch=branch)
-        await self._gateway.written()
+        await self._gateway.keeper.written()
         return json_response({})

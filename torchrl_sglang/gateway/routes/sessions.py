@@ -25,6 +25,7 @@ from torchrl_sglang.gateway.dialects.base import (
 )
 from torchrl_sglang.gateway.progress import Progress
 from torchrl_sglang.gateway.request import Request
+from torchrl_sglang.gateway.responder import Responder
 from torchrl_sglang.gateway.retries import (
     KEPT_SECONDS,
     Answer,
@@ -39,7 +40,6 @@ from torchrl_sglang.gateway.routes.content import (
     read_body,
     read_json,
 )
-from torchrl_sglang.gateway.routes.contract import Recorder
 from torchrl_sglang.gateway.routes.sending import Stream, send_answer
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.support.log import torchrl_logger
@@ -67,7 +67,7 @@ class SessionRoutes:
         gateway: serves the sessions.
     """
 
-    def __init__(self, gateway: Recorder) -> None:
+    def __init__(self, gateway: Responder) -> None:
         self._gateway = gateway
         self.access = Access(gateway)
         # The answers of a session are forgotten with it.
@@ -130,7 +130,7 @@ class SessionRoutes:
             )
         )
         if lookup.forgets:
-            await self._gateway.unname(session, turn)
+            await self._gateway.keeper.unname(session, turn)
         return json_response(content)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
@@ -188,9 +188,8 @@ class SessionRoutes:
                     request.headers,
                     partial(self._gateway.respond, session, parsed, progress),
                 ),
-                keep=partial(self._gateway.keep, session),
-                withdraw=partial(self._gateway.withdraw, session),
-                received=partial(self._gateway.received, session),
+                keep=partial(self._gateway.keeper.keep, session),
+                withdraw=partial(self._gateway.keeper.withdraw, session),
                 recorded=partial(self._recorded, session, digest),
                 is_continued=session.is_continued,
                 request_id=str(parsed.request_id),
