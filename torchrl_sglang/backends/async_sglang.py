@@ -398,20 +398,12 @@ class AsyncSGLang(TorchRLCalls):
         admin_api_key: str | None = None,
     ) -> Self:
         """Starts a launcher's servers, and owns them."""
-        launched = launch(launcher, router=router)
+        fleet = launch(launcher, router=router)
         try:
-            fleet = Fleet(
-                launched.replicas,
-                router=launched.router,
-                start_router=launched.start_router,
-                stop_servers=launched.stop_servers,
-                directory=launched.directory,
-                start_more=launched.start_more,
-            )
             http = HttpClient(launcher.api_key, admin_api_key=admin_api_key)
             return cls._connected(fleet, http, settings)
         except BaseException:
-            launched.stop()
+            fleet.stop()
             raise
 
     @classmethod
@@ -464,7 +456,7 @@ class AsyncSGLang(TorchRLCalls):
             max_attempts=max_attempts,
             trust_remote_code=trust_remote_code,
         )
-        servers = run_sync(
+        addresses, place, http = run_sync(
             find_servers(
                 given_once("url", url, "server_url", server_url),
                 urls,
@@ -473,19 +465,14 @@ class AsyncSGLang(TorchRLCalls):
                 admin_api_key=admin_api_key,
             )
         )
-        place = servers.router_url
         if model is not None:
             # Copies of the engine are in other folders.
             model = absolute_paths({"model": model})["model"]
-        return cls._connected(
-            Fleet(
-                [Replica(url=address) for address in servers.urls],
-                router=None if place is None else RemoteRouter(url=place),
-            ),
-            servers.http,
-            settings,
-            model=model,
+        fleet = Fleet(
+            [Replica(url=address) for address in addresses],
+            router=None if place is None else RemoteRouter(url=place),
         )
+        return cls._connected(fleet, http, settings, model=model)
 
     @classmethod
     def _connected(

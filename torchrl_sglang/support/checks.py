@@ -46,23 +46,30 @@ def to_python(value: Any) -> Any:
     return value
 
 
+def check_positive(
+    name: str, value: Any, *, zero: bool = False, endless: bool = False, unit: str = ""
+) -> float:
+    """Returns a number above 0; ``zero`` and ``endless`` accept 0 and infinity."""
+    number = to_python(value)
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not (
+        0 < number < math.inf
+        or (zero and number == 0)
+        or (endless and number == math.inf)
+    ):
+        sign = "non-negative" if zero else "positive"
+        kind = f"{sign}, finite number{unit}"
+        if endless:
+            kind = f"{sign} number{unit}, or math.inf for no limit"
+        raise ConfigurationError(f"{name} must be a {kind}, got {value!r}.")
+    return float(number)
+
+
 def check_seconds(
     name: str, value: Any, *, zero: bool = False, endless: bool = False
 ) -> float:
     """Returns a duration in seconds; ``zero`` and ``endless`` accept 0 and infinity."""
-    seconds = to_python(value)
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not (
-        0 < seconds < math.inf
-        or (zero and seconds == 0)
-        or (endless and seconds == math.inf)
-    ):
-        sign = "non-negative" if zero else "positive"
-        kind = f"{sign}, finite number of seconds"
-        if endless:
-            kind = f"{sign} number of seconds, or math.inf for no limit"
-        raise ConfigurationError(f"{name} must be a {kind}, got {value!r}.")
-    return float(seconds)
+    return check_positive(name, value, zero=zero, endless=endless, unit=" of seconds")
 
 
 def seconds_or(name: str, value: float | None, default: float) -> float:
@@ -78,18 +85,6 @@ def check_count(name: str, value: Any, *, least: int = 1) -> int:
             f"{name} must be an integer of at least {least}, got {value!r}."
         )
     return count
-
-
-def check_positive(name: str, value: Any, *, zero: bool = False) -> float:
-    """Returns a finite number above 0; ``zero`` accepts 0, too."""
-    number = to_python(value)
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not is_number or not (0 < number < math.inf or (zero and number == 0)):
-        sign = "non-negative" if zero else "positive"
-        raise ConfigurationError(
-            f"{name} must be a {sign}, finite number, got {value!r}."
-        )
-    return float(number)
 
 
 def check_flag(name: str, value: Any) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from torchrl_sglang.backends.client.http import HttpClient, HttpResponse, Method
@@ -147,18 +146,6 @@ def check_worker_url(url: str) -> str:
     return shown
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """Servers running elsewhere, and the client for them."""
-
-    urls: Sequence[str]
-    """Addresses of the servers, without credentials."""
-    router_url: str | None
-    """Address of a router in front of them."""
-    http: HttpClient
-    """Client with the credentials."""
-
-
 async def find_servers(
     url: str | None,
     urls: Sequence[str] | None,
@@ -166,8 +153,8 @@ async def find_servers(
     router_url: str | None,
     api_key: str | None,
     admin_api_key: str | None = None,
-) -> Found:
-    """Returns the servers for :meth:`.AsyncSGLang.connect`."""
+) -> tuple[list[str], str | None, HttpClient]:
+    """Returns the servers' and the router's addresses, and the client for them."""
     place = None
     credentials: dict[str, str] = {}
     if router_url is not None:
@@ -194,7 +181,7 @@ async def find_servers(
             f"urls must name each server once, and at least one: {addresses}."
         )
     http = HttpClient(api_key, credentials, admin_api_key=admin_api_key)
-    return Found(urls=addresses, router_url=place, http=http)
+    return addresses, place, http
 
 
 def _without_credentials(urls: Sequence[str], headers: dict[str, str]) -> list[str]:

@@ -312,6 +312,14 @@ class InFlight:
             # An abort that arrives before its request is lost.
             await self._until(lambda: not sent(), REPEAT_SECONDS)
 
+    def _sent_to(self, *places: str) -> dict[InFlightRequest, str]:
+        """Returns the id of each request in flight at servers or a router."""
+        return {
+            ticket: ticket.sent_as
+            for ticket in self._running
+            if ticket.sent_as and ticket.sent_to in places
+        }
+
     async def recall(self, router: str) -> None:
         """Aborts requests in flight through a router whose server was lost; they go on.
 
@@ -320,11 +328,7 @@ class InFlight:
         and what nobody returns was lost with its server.
         """
         begun = time.monotonic()
-        rid_of = {
-            ticket: ticket.sent_as
-            for ticket in self._running
-            if ticket.sent_as and ticket.sent_to == router
-        }
+        rid_of = self._sent_to(router)
 
         def waiting() -> list[InFlightRequest]:
             return [ticket for ticket, rid in rid_of.items() if ticket.sent_as == rid]
@@ -340,7 +344,7 @@ class InFlight:
 
     def sent_to(self, url: str) -> int:
         """Returns how many requests are in flight at a server or a router."""
-        return sum(run.sent_to == url and bool(run.sent_as) for run in self._running)
+        return len(self._sent_to(url))
 
     async def evict(self, url: str) -> None:
         """Aborts the requests of a server that is to be removed; they go on elsewhere.
@@ -348,11 +352,7 @@ class InFlight:
         Those that a router has sent there are among them.
         """
         places = [url] if self._fleet.router is None else [url, self._fleet.router.url]
-        rid_of = {
-            ticket: ticket.sent_as
-            for ticket in self._running
-            if ticket.sent_as and ticket.sent_to in places
-        }
+        rid_of = self._sent_to(*places)
 
         def waiting() -> list[InFlightRequest]:
             running = (run for run, rid in rid_of.items() if run.sent_as == rid)
@@ -399,18 +399,17 @@ class InFlight:
 
         Raises ConfigurationError if a server lets this engine abort nothing.
         """
-        attempts = [(run.sent_as, run.sent_to) for run in tickets if run.sent_as]
-        return self._abort_sent(attempts)
-
-    async def _abort_sent(self, sent: Sequence[tuple[str, str]]) -> None:
         fleet = self._fleet
         calls: list[tuple[Mapping[str, object], str]] = [
-            ({"rid": rid}, server)
-            for rid, url in sent
+            ({"rid": run.sent_as}, server)
+            for run in tickets
+            if run.sent_as
             # A router does not tell which server has it.
-            for server in (fleet.urls if fleet.is_router(url) else [url])
+            for server in (
+                fleet.urls if fleet.is_router(run.sent_to) else [run.sent_to]
+            )
         ]
-        await self._post_each(calls)
+        return self._post_each(calls)
 
     async def _abort_all(self) -> None:
         everything: Mapping[str, object] = {"abort_all": True}

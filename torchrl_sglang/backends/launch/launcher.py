@@ -11,18 +11,17 @@ import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from yarl import URL
 
+from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import (
     Directory,
     Location,
     Replica,
     RouterHandle,
     ServerHandle,
-    StartMore,
     stop_all,
 )
 from torchrl_sglang.backends.launch.process import READY_POLL_SECONDS
@@ -246,32 +245,7 @@ def _tell(starting: list[ServerHandle], progress: Callable[[str], None]) -> None
         progress(f"{len(starting) - MOST_TOLD} more servers are starting.")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launched:
-    """Running servers, and the router in front of them."""
-
-    replicas: list[Replica]
-    """The servers, by rank."""
-    router: RouterHandle | None = None
-    """The router, if there are several servers."""
-    start_router: Callable[[Sequence[str]], RouterHandle] | None = None
-    """Begins to restart the router for servers with these addresses."""
-    stop_servers: Callable[[Iterable[ServerHandle]], None] = stop_all
-    """Stops servers for good, and releases their reservations."""
-    directory: Directory | None = None
-    """Addresses of the servers, for copies of the engine."""
-    start_more: StartMore | None = None
-    """Starts more servers of the same kind."""
-
-    def stop(self) -> None:
-        """Stops the router and the servers."""
-        if self.router is not None:
-            self.router.stop()
-        handles = (replica.handle for replica in self.replicas)
-        self.stop_servers([handle for handle in handles if handle is not None])
-
-
-def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
+def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Fleet:
     """Starts a launcher's servers, and a router if it has arguments; all or none."""
     servers = start_servers(launcher)
     with ExitStack() as undo:
@@ -281,21 +255,17 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Launched:
         ]
         running = start_router = None
         if router is not None:
-            router = {
-                "host": launcher.router_host,
-                **router,
-                "api_key": launcher.api_key,
-            }
-            running = launcher.start_router(
-                [server.url for server in servers], **router
-            )
+            router = {"host": launcher.router_host, **router}
+            router["api_key"] = launcher.api_key
+            urls = [server.url for server in servers]
+            running = launcher.start_router(urls, **router)
             running.wait_ready()
             # The same port, to keep its known address valid.
             fixed = {**router, "port": URL(running.url).port}
             start_router = functools.partial(launcher.start_router, **fixed)
         undo.pop_all()
-    return Launched(
-        replicas=replicas,
+    return Fleet(
+        replicas,
         router=running,
         start_router=start_router,
         stop_servers=launcher.stop,

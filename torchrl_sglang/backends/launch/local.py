@@ -210,13 +210,16 @@ class LocalLauncher(Launcher):
                 for rank in self._specs
                 for gpu in self.where(rank).visible_gpus or ()
             }
-            specs = more_specs(
+            available = visible_devices()
+            if cuda_devices is None:
+                available = tuple(free_devices(available, gpus_in_use))
+            specs = replica_specs(
                 count,
                 self._alike,
+                cuda_devices=cuda_devices,
+                available=available,
                 first=self.num_servers,
                 running=len(self._specs),
-                cuda_devices=cuda_devices,
-                available=free_devices(visible_devices(), gpus_in_use),
             )
             ranks = range(self.num_servers, self.num_servers + count)
             try:
@@ -286,17 +289,21 @@ def replica_specs(
     *,
     cuda_devices: Sequence[Any] | None = None,
     available: Sequence[str] | None = None,
+    first: int = 0,
+    running: int = 0,
 ) -> list[dict[str, Any]]:
     """Returns the arguments of each of several servers, with their own GPUs and seeds.
 
-    ``available`` are the visible GPUs; default: the GPUs of this process.
+    ``available`` are the free GPUs; default: the GPUs of this process. Servers added
+    to ``running`` others have ranks from ``first`` on.
     """
     arguments = known_arguments(spec)
-    specs = counted_specs(num_replicas, spec)
-    if num_replicas > 1:
+    specs = counted_specs(num_replicas, spec, first=first)
+    if num_replicas + running > 1:
         _check_replicable(arguments)
         # Servers with all cores of a CPU each slow each other down.
-        threads = max(len(os.sched_getaffinity(0)) // num_replicas, 1)
+        cores = len(os.sched_getaffinity(0))
+        threads = max(cores // (running + num_replicas), 1)
         limit = {"OMP_NUM_THREADS": str(threads)}
         for server_spec in specs:
             server_spec["environment"] = {**limit, **(spec.get("environment") or {})}
@@ -314,43 +321,6 @@ def replica_specs(
             f"cuda_devices={cuda_devices!r} is for device='cuda' without base_gpu_id; "
             f"leave it out."
         )
-    return specs
-
-
-def more_specs(
-    count: int,
-    spec: Mapping[str, Any],
-    *,
-    first: int,
-    running: int,
-    cuda_devices: Sequence[Any] | None,
-    available: Sequence[str],
-) -> list[dict[str, Any]]:
-    """Returns the arguments of servers added to ``running`` others.
-
-    Their ranks begin at ``first``; ``available`` are the free GPUs.
-    """
-    arguments = known_arguments(spec)
-    _check_replicable(arguments)
-    specs = counted_specs(count, spec, first=first)
-    threads = max(len(os.sched_getaffinity(0)) // (running + count), 1)
-    for server_spec in specs:
-        limit = {"OMP_NUM_THREADS": str(threads)}
-        server_spec["environment"] = {**limit, **(spec.get("environment") or {})}
-    if not _is_on_gpu(spec):
-        if cuda_devices is not None:
-            raise ConfigurationError(
-                f"cuda_devices={cuda_devices!r} is for device='cuda'; leave it out."
-            )
-        return specs
-    groups = assign_devices(
-        count,
-        devices_per_server(arguments),
-        cuda_devices=cuda_devices,
-        available=available if cuda_devices is None else visible_devices(),
-    )
-    for server_spec, group in zip(specs, groups, strict=True):
-        server_spec["cuda_devices"] = group
     return specs
 
 

@@ -79,8 +79,8 @@ FIND_TIMEOUT_SECONDS = 60.0
 
 _FIND = (
     # find_spec of a top-level package imports nothing.
-    "import importlib.util as u; s = u.find_spec('sglang'); "
-    "print(*(s.submodule_search_locations if s else ()), sep='\\n')"
+    "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); "
+    "print(*(s.submodule_search_locations or [s.origin] if s else ()), sep='\\n')"
 )
 
 
@@ -292,17 +292,20 @@ def find_flags(python: str, environment: Mapping[str, str]) -> Mapping[str, Serv
     """Returns argument name -> flag of an interpreter's SGLang; none: unknown."""
     key = (python, environment.get("PYTHONPATH", ""))
     if key not in _FOUND:
-        candidates = map(read_flags, _find_packages(python, environment))
+        candidates = map(read_flags, _find_packages(python, environment) or ())
         _FOUND[key] = next(filter(None, candidates), {})
         if not _FOUND[key]:
             torchrl_logger.debug(f"The arguments of {python}'s sglang are unknown.")
     return _FOUND[key]
 
 
-def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
+def _find_packages(
+    python: str, environment: Mapping[str, str], name: str = "sglang"
+) -> list[Path] | None:
+    """Returns the folders of an interpreter's package; None: it does not run."""
     try:
         done = subprocess.run(
-            [python, "-c", _FIND],
+            [python, "-c", _FIND, name],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -311,30 +314,14 @@ def _find_packages(python: str, environment: Mapping[str, str]) -> list[Path]:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        torchrl_logger.debug(f"{python} does not report the place of sglang: {error}")
-        return []
-    return list(map(Path, done.stdout.splitlines()))
+        torchrl_logger.debug(f"{python} does not report the place of {name}: {error}")
+        return None
+    return [Path(line) for line in done.stdout.splitlines() if line]
 
 
 def _check_memory_saver(python: str, environment: Mapping[str, str]) -> None:
     """Refuses servers with sleep enabled if its package is missing."""
-    look = (
-        "import importlib.util as u; "
-        "raise SystemExit(3 if u.find_spec('torch_memory_saver') is None else 0)"
-    )
-    try:
-        done = subprocess.run(
-            [python, "-c", look],
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=FIND_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        torchrl_logger.debug(f"{python} does not look for torch_memory_saver: {error}")
-        return
-    if done.returncode == 3:
+    if _find_packages(python, environment, "torch_memory_saver") == []:
         raise ConfigurationError(
             f"enable_memory_saver=True (which colocated=True sets) lets servers sleep, "
             f"and {python} has no torch_memory_saver, a package for NVIDIA GPUs that "

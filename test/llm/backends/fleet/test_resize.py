@@ -41,7 +41,7 @@ from torchrl_sglang.backends.fleet.resize_events import (
 )
 from torchrl_sglang.backends.fleet.step import Event
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
-from torchrl_sglang.backends.launch.local import more_specs
+from torchrl_sglang.backends.launch.local import replica_specs
 from torchrl_sglang.backends.launch.local_directory import LocalDirectory
 from torchrl_sglang.errors import (
     ConfigurationError,
@@ -541,21 +541,16 @@ def test_a_launcher_that_cannot_start_more(tiny_model_path, monkeypatch):
 def test_arguments_of_servers_that_are_added():
     """Seeds and ports count on, and GPUs are those that are free."""
     spec = {"model": "m", "device": "cuda", "random_seed": 5, "tp_size": 2}
-    options = {"first": 3, "running": 2, "cuda_devices": None}
-    found = more_specs(2, spec, **options, available="2345")
-    assert [each["random_seed"] for each in found] == [8, 9]
-    assert [each["cuda_devices"] for each in found] == [("2", "3"), ("4", "5")]
+    options = {"first": 3, "running": 2}
+    specs = replica_specs(2, spec, **options, available="2345")
+    assert [each["random_seed"] for each in specs] == [8, 9]
+    assert [each["cuda_devices"] for each in specs] == [("2", "3"), ("4", "5")]
     with pytest.raises(ConfigurationError, match="need 4 GPUs, and 3 are"):
-        more_specs(2, spec, **options, available="234")
+        replica_specs(2, spec, **options, available="234")
     with pytest.raises(ConfigurationError, match="base_gpu_id"):
-        more_specs(1, {**spec, "base_gpu_id": 1}, **options, available="23")
+        replica_specs(1, {**spec, "base_gpu_id": 1}, **options, available="23")
     with pytest.raises(ConfigurationError, match="device='cuda'"):
-        more_specs(
-            1,
-            {**spec, "device": "cpu"},
-            **{**options, "cuda_devices": [0]},
-            available="",
-        )
+        replica_specs(1, {**spec, "device": "cpu"}, **options, cuda_devices=[0])
 
 
 def test_random_histories():

@@ -7,7 +7,6 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -323,8 +322,9 @@ def test_replicas_have_handles_and_restarts(make_launcher):
         assert replica.location.gpus == replica.location.visible_gpus == ()
     first = launched.replicas[0]
     first.handle.stop()
-    again = launched.replicas[0] = replace(first, handle=first.restart())
-    again.handle.wait_ready()
+    again = first.restart()
+    again.wait_ready()
     assert answers(again.url)
+    again.stop()
     launched.stop()
     assert {replica.handle.state for replica in launched.replicas} == {"stopped"}

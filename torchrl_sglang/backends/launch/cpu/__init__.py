@@ -14,17 +14,6 @@ from pathlib import Path
 
 from torchrl_sglang.errors import ConfigurationError
 
-__all__ = [
-    "DEFAULT_VERSION",
-    "INSTALL_COMMAND",
-    "VERSIONS",
-    "check_version",
-    "default_server_args",
-    "engine_environment",
-    "engine_python",
-    "launch_command",
-]
-
 DEFAULT_VERSION = "0.5.23"
 """The SGLang version of the environment itself."""
 
