@@ -187,14 +187,12 @@ class _UpdateSession:
     verified: bool
     """Whether servers and trainer are compared before requests are sent again."""
     flush: bool
-    """Whether the prefix caches are emptied."""
     choose_again: Callable[[], str] | None
     touched: bool
     """Whether the servers may hold other weights than at their last generation."""
     committed: bool = False
     """Whether all servers confirmed the new weights."""
     adapter: str | None = None
-    """The default adapter before the update."""
     opened: set[str] = field(default_factory=set)
     """Servers with a session of this update; ``unclear`` servers may have a session."""
     unclear: set[str] = field(default_factory=set)

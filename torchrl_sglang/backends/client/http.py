@@ -84,11 +84,8 @@ class HttpResponse:
     """The status and the raw body of a server's response."""
 
     url: str
-    """Server and path of the request."""
     status: int
-    """HTTP status."""
     body: bytes
-    """Body as received."""
 
     @property
     def ok(self) -> bool:

@@ -233,9 +233,7 @@ class ModelFacts:
     """Facts about a served model, read from its files."""
 
     path: str
-    """Folder or hub name of the files."""
     vocab_size: int
-    """Size of its vocabulary."""
     eos_token_ids: tuple[int, ...]
     """Tokens at the end of a response."""
     quantization: Mapping[str, Any]

@@ -139,7 +139,6 @@ class Loading:
     most_loaded: int | None = None
     """Most adapters on a server; ``None``: any number."""
     most_pinned: int | None = None
-    """Most pinned adapters on a server."""
     replaces: frozenset[str] = frozenset()
     """Loads that retire when every server has the new load."""
     sent: bool = False
@@ -147,7 +146,6 @@ class Loading:
     full: int | None = None
     """Number of adapters on the fullest server, if there is no room."""
     error: SGLangError | None = None
-    """Error of a server's refusal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +165,6 @@ class AdapterState:
     """The LoRA adapters of an engine's servers."""
 
     wanted: Mapping[str, DesiredAdapter] = field(default_factory=dict)
-    """Name -> adapter that requests may select."""
     default: str | None = None
     """Name of the adapter of requests that select none."""
     latest: Mapping[str, int] = field(default_factory=dict)
@@ -178,7 +175,6 @@ class AdapterState:
     sending: frozenset[tuple[int, str]] = frozenset()
     """Rank of a server and load, for each unconfirmed load."""
     users: Mapping[str, int] = field(default_factory=dict)
-    """Load -> number of its requests."""
     retiring: Mapping[str, Retiring] = field(default_factory=dict)
     dropped: frozenset[str] = frozenset()
     """Loads never used again by this engine object, including retiring loads."""

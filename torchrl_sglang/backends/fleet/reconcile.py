@@ -57,7 +57,6 @@ class Answered(Event):
     """The server's state when the poll began; an answer of an earlier start is ignored.
     """
     version: str
-    """Weight version of the server."""
     start_id: str = ""
     """Id of its start; ``""``: not queried."""
     held: frozenset[str] | None = None
@@ -147,7 +146,6 @@ class Ended(Event):
     """A server's process has ended, or it hangs and is stopped."""
 
     replica: Replica
-    """The server as it was found."""
     reason: str
 
     def _apply(self, step: Step) -> None:

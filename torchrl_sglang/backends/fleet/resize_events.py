@@ -42,7 +42,6 @@ class LeaveBegan(Event):
     """Servers get no more requests, and finish their own, unless they cannot leave."""
 
     urls: tuple[str, ...]
-    """Addresses of the servers."""
 
     def _apply(self, step: Step) -> None:
         check_can_leave(step.state, self.urls)
@@ -60,7 +59,6 @@ class LeaveGivenUp(Event):
     """Leaving servers stay; they are polled before they serve again."""
 
     ranks: frozenset[int]
-    """Their ranks."""
 
     def _apply(self, step: Step) -> None:
         for replica in step.state.replicas:
@@ -78,7 +76,6 @@ class Left(Event):
     """Servers have finished their requests; not in the middle of a weight update."""
 
     ranks: frozenset[int]
-    """Their ranks."""
 
     def _apply(self, step: Step) -> None:
         if step.state.updating is not None:

@@ -45,13 +45,10 @@ class FleetState:
     paused: bool = False
     """Whether this engine object paused generation."""
     closed: bool = False
-    """Whether the engine was shut down."""
     updating: tuple[tuple[str, ServerHandle | None], ...] | None = None
     """Servers of the weight update in progress, as they ran when it began."""
     adapters: AdapterState = field(default_factory=AdapterState)
-    """The LoRA adapters."""
     in_router: frozenset[str] = frozenset()
-    """Servers in the router."""
 
     def with_replicas(self, *changed: Replica) -> FleetState:
         """Returns the state with other values for some servers."""

@@ -25,7 +25,6 @@ class ServedWeights:
     """The state of the weights at a moment."""
 
     version: str
-    """Version of the current weights."""
     newest: str
     """Newest version of weights or an adapter so far; no later version reuses it."""
     checkpoint_version: str | None

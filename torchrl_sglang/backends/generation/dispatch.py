@@ -59,11 +59,8 @@ class ServerResponse:
     url: str
     """Server or router that it was sent to."""
     adapter: Adapter | None
-    """LoRA adapter that it was computed with."""
     weights: ServedWeights
-    """State of the weights when it was sent."""
     sent_at: float
-    """Monotonic time at which the request was sent."""
     deadline: float
     """Monotonic time at which the request's own timeout ends."""
     cut_short: bool = False

@@ -66,7 +66,6 @@ class InFlightRequest:
     sent_to: str = ""
     """Server or router that it is sent to."""
     aborted: bool = False
-    """Whether the caller has aborted the request."""
     resumable: bool = True
     """Whether the response can go on in another request."""
     survives_retraction: bool = True
@@ -85,30 +84,19 @@ class InFlightRequest:
 
 @dataclass(kw_only=True)
 class Counters:
-    """Running totals of one engine object."""
+    """Running totals of one engine object; see :class:`.EngineStats`."""
 
     in_flight: int = 0
-    """Requests that were sent and are not answered."""
     completed: int = 0
-    """Finished responses."""
     retries: int = 0
-    """Requests that were sent again."""
     prompt_tokens: int = 0
-    """Prompt tokens of finished responses."""
     cached_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
     response_tokens: int = 0
-    """Tokens of finished responses."""
     retractions: int = 0
-    """How often servers computed a request again."""
     request_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    """Durations of requests that were answered."""
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    """Their time in a server's queue."""
     first_token_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    """Their time until the first token."""
     response_lengths: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    """Tokens of finished responses."""
     _recent: deque[tuple[float, int]] = field(default_factory=deque, repr=False)
 
     def count(self, prompt: int, cached: int, response: int) -> None:

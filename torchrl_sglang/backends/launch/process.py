@@ -108,9 +108,7 @@ class Command:
     line: tuple[str, ...]
     """Program and arguments, visible to other users of the machine."""
     environment: Mapping[str, str] = field(repr=False)
-    """The whole environment."""
     url: str
-    """Address of the server."""
     config: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Secret arguments; a file has them until the server is ready."""
     hidden: tuple[str, ...] = field(default=(), repr=False)

@@ -28,7 +28,6 @@ class HostInfo:
     """Machine and GPUs of an actor, by Ray's choice."""
 
     node_id: str
-    """Ray's name of the node."""
     address: str
     """Address at which the other nodes reach it."""
     gpus: tuple[str, ...]
@@ -40,11 +39,9 @@ class PreparedServer:
     """A server, ready to be started."""
 
     url: str
-    """Address of the server."""
     gpus: tuple[str, ...] | None
     """GPUs of its ranks on this node; ``None``: unknown."""
     visible_gpus: tuple[str, ...] | None
-    """Visible GPUs of the server's processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +51,6 @@ class StartedServer:
     pid: int
     """Process id of the root of its tree, on its node."""
     log_path: str
-    """Log file on its node."""
 
 
 class ServerHost:

@@ -18,7 +18,6 @@ class Demand:
     """Resources of a server on each of its nodes."""
 
     nodes: int = 1
-    """Number of its nodes."""
     gpus: int = 0
     """GPUs on each of them; 0 on CPU."""
     gpu_fraction: float = 1.0
@@ -61,11 +60,8 @@ class Bundle:
     """A bundle of a placement group, as Ray reports it."""
 
     index: int
-    """Index of the bundle in the group."""
     node: str
-    """Node of the bundle."""
     size: Mapping[str, float]
-    """Total resources of the bundle."""
     free: Mapping[str, float]
     """Resources without an actor."""
 
@@ -75,11 +71,8 @@ class Seat:
     """A share of a bundle for an actor."""
 
     bundle: int
-    """Index of the bundle in the placement group."""
     gpus: float
-    """The actor's GPUs of the bundle."""
     resources: Mapping[str, float]
-    """Other resources of the seat, ``"CPU"`` among them."""
 
 
 Seats = Sequence[Sequence[Seat]]

@@ -54,9 +54,7 @@ class Reserved:
     """A placement group for some servers."""
 
     group: Any
-    """The placement group."""
     seats: Sequence[Seats]
-    """Seats of each server."""
     release: Callable[[], object]
     """Removes the group, unless the user has made it."""
 
@@ -66,13 +64,10 @@ class Place:
     """Placement group, and the seats of its servers."""
 
     group: Any
-    """The placement group."""
     runtime_env: Mapping[str, Any] | None
-    """Ray's runtime environment of the actors."""
     timeout: float
     """Timeout of Ray's placement of a server's actors, in seconds."""
     demand: Demand
-    """Resources of each server."""
 
     def create(self, seat: Seat) -> Any:
         """Begins to create an actor."""

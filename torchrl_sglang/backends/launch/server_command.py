@@ -279,7 +279,6 @@ class ServerFlag(NamedTuple):
     """An option of a server's command line."""
 
     flag: str
-    """The option with its dashes."""
     negatable: bool = False
     """Whether the flag has a ``--no-`` form."""
 

@@ -85,7 +85,6 @@ class AdapterPayload:
     tensors: str = field(default="", repr=False)
     """Tensors of the adapter as text, instead of a folder."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """PEFT's configuration of the adapter."""
 
 
 def prepare_adapter(

@@ -59,11 +59,8 @@ class Destination:
     table: dict[str, Any]
     """The module's parameters or buffers."""
     name: str
-    """Name in the table."""
     tensor: torch.Tensor
-    """The parameter."""
     address: int
-    """Address of its first value."""
 
     def is_valid(self) -> bool:
         """Returns whether the module still has it, at the same address."""
@@ -76,13 +73,11 @@ class CopyStep:
     """A copy into a parameter, or a value for a part of it."""
 
     place: Destination
-    """The parameter."""
     target: torch.Tensor
     """View of the written part."""
     size: tuple[int, ...] = ()
     """Shape of the source part in the sent tensor."""
     stride: tuple[int, ...] = ()
-    """Its strides."""
     offset: int = 0
     """Position of its first value."""
     fill: float | None = None
@@ -259,9 +254,7 @@ class OpenMemory:
     number: int
     """Sender-assigned id of this memory."""
     pid: int
-    """The sender's process."""
     copies: Copies
-    """Copies from it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -283,9 +276,7 @@ class LoaderState:
     requests: int = 0
     """Number of its finished requests."""
     error: str = ""
-    """Error of a failed request."""
     kept: OpenMemory | None = None
-    """Open memory of the sender."""
 
     def answer(self, question: str) -> list[float]:
         """Returns numbers: of the update, of its requests, whether it has failed,
