@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import replace
+import socket
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torchrl_sglang import AsyncSGLang
@@ -15,3 +17,22 @@ def with_capabilities(engine: AsyncSGLang, **capabilities: Any) -> AsyncSGLang:
     changed = copy.copy(engine)
     changed.capabilities = replace(engine.capabilities, **capabilities)
     return pickle.loads(pickle.dumps(changed))
+
+
+@dataclass
+class Process:
+    """A server's process without a process."""
+
+    state: str = "ready"
+    pid: int = 0
+    url: str = "http://a"
+    host: str = field(default_factory=socket.gethostname)
+    log_path: Path = Path("log")
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "its last words"
+
+    def request_stop(self) -> None:
+        self.state = "stopped"
+
+    stop = request_stop

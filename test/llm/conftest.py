@@ -23,6 +23,7 @@ from tensordict import set_list_to_stack
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.cpu import engine_python
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
 set_list_to_stack(True).set()
@@ -71,6 +72,14 @@ def fake(tiny_model_path: str) -> Iterator[FakeServer]:
 def fake_engine(fake: FakeServer) -> Iterator[AsyncSGLang]:
     with AsyncSGLang.connect(fake.url) as engine:
         yield engine
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """Captures the messages of this package."""
+    torchrl_logger.addHandler(caplog.handler)
+    yield caplog
+    torchrl_logger.removeHandler(caplog.handler)
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,15 @@ def check_rows(batch, model):
     return count
 
 
+def read_reply(content, plan):
+    """Returns the completion in a reply, or in the last event of a lost server."""
+    body = json.dumps(content).encode()
+    reply = decode_reply(HttpResponse(url="http://one:1", status=200, body=body), plan)
+    if reply.meta_info.finish_reason is None:
+        reply = cut_short(reply, OSError("it ended"))
+    return parse_completion(reply, plan, server="http://one:1")
+
+
 def make_policy(engine, **arguments):
     settings = {"generate_kwargs": PARAMS, "token_columns": [YES_NO], **arguments}
     return SGLangWrapper(engine, **settings)
@@ -413,14 +422,10 @@ def test_a_server_that_was_lost(fake_engine):
             "output_token_ids_logprobs": [[[-1.0, 5, None], [-2.0, 9, None]]] * 3,
         },
     }
-    answer = HttpResponse(
-        url="http://one:1", status=200, body=json.dumps(event).encode()
-    )
     request = GenerateRequest(input_ids=[5, 6], token_columns=[YES_NO])
     plan = plan_request(request, fake_engine.capabilities)
-    reply = cut_short(decode_reply(answer, plan), OSError("it ended"))
     with pytest.raises(GenerationAbortedError) as caught:
-        parse_completion(reply, plan, server="http://one:1")
+        read_reply(event, plan)
     part = caught.value.partial
     assert part.columns["yes_no"].tolist() == [[-1.0, -2.0]] * 2
 
@@ -478,17 +483,8 @@ def test_values_that_a_lost_server_had_not_reported(fake_engine):
         },
     }
 
-    def read(content, plan):
-        answer = HttpResponse(
-            url="http://one:1", status=200, body=json.dumps(content).encode()
-        )
-        reply = decode_reply(answer, plan)
-        if reply.meta_info.finish_reason is None:
-            reply = cut_short(reply, OSError("it ended"))
-        return parse_completion(reply, plan, server="one")
-
     with pytest.raises(GenerationAbortedError) as caught:
-        read(event, plan)
+        read_reply(event, plan)
     begun = caught.value.partial
     rest = plan.resume(begun)
     assert rest.payload(cache_key="1", rid="a")["from"] == 0
@@ -498,7 +494,7 @@ def test_values_that_a_lost_server_had_not_reported(fake_engine):
             "weight_version": version,
             "late": [1, 2, 3, 4, 5],
         }
-        end = read({"output_ids": [9, 9], "meta_info": meta}, rest)
+        end = read_reply({"output_ids": [9, 9], "meta_info": meta}, rest)
         whole = join_completions(begun, end)
         assert whole.columns["late"].tolist() == wanted
         assert whole.prompt_columns["late"].tolist() == [1, 2]
@@ -517,10 +513,8 @@ def test_values_that_a_server_computed_again(fake_engine):
         "num_retractions": 1,
         "late": [1, 2, 3, 4, 5],
     }
-    content = json.dumps({"output_ids": [7, 8, 9, 9], "meta_info": meta})
-    answer = HttpResponse(url="http://one:1", status=200, body=content.encode())
     plan = plan_request(request, fake_engine.capabilities)
-    completion = parse_completion(decode_reply(answer, plan), plan, server="one")
+    completion = read_reply({"output_ids": [7, 8, 9, 9], "meta_info": meta}, plan)
     assert completion.columns["late"].tolist() == [-1, 4, 5, -1]
 
 

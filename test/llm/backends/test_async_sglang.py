@@ -23,7 +23,6 @@ import torch
 from helpers.engines import with_capabilities
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.errors import (
@@ -376,20 +375,16 @@ def test_the_longest_prompt_is_what_the_server_says(engine):
         beyond.generate(input_ids=[5] * (longest + 1), sampling_params=FOUR)
 
 
-def test_a_response_without_room_warns_once(fake_engine, caplog):
+def test_a_response_without_room_warns_once(fake_engine, log):
     context = fake_engine.capabilities.max_context
-    torchrl_logger.addHandler(caplog.handler)
-    try:
-        fake_engine.generate(input_ids=[5, 6], max_new_tokens=context - 2)
-        assert "does not fit" not in caplog.text
-        for _ in range(2):
-            fake_engine.generate(input_ids=[[5, 6], [7]], max_new_tokens=100_000)
-    finally:
-        torchrl_logger.removeHandler(caplog.handler)
+    fake_engine.generate(input_ids=[5, 6], max_new_tokens=context - 2)
+    assert "does not fit" not in log.text
+    for _ in range(2):
+        fake_engine.generate(input_ids=[[5, 6], [7]], max_new_tokens=100_000)
     told = "max_new_tokens=100000 does not fit behind a prompt of 2 tokens into the "
-    assert f"{told}context of {context} tokens: the response has " in caplog.text
-    assert f"has {context - 2} at most" in caplog.text
-    assert caplog.text.count("does not fit") == 1
+    assert f"{told}context of {context} tokens: the response has " in log.text
+    assert f"has {context - 2} at most" in log.text
+    assert log.text.count("does not fit") == 1
 
 
 ACCEPTED = [

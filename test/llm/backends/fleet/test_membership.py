@@ -6,15 +6,14 @@ import asyncio
 import os
 import pickle
 import signal
-import socket
 import threading
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing import get_context
-from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+from helpers.engines import Process
 
 from torchrl_sglang.backends.fleet.actions import Check, Route, Stop
 from torchrl_sglang.backends.fleet.adapters import newest_loads
@@ -35,23 +34,6 @@ from torchrl_sglang.errors import (
 )
 
 URLS = ["http://a", "http://b", "http://c"]
-
-
-@dataclass
-class Process:
-    """A process that ends when it is told to."""
-
-    state: str = "ready"
-    pid: int = 0
-    url: str = URLS[0]
-    host: str = field(default_factory=socket.gethostname)
-    log_path: Path = Path("log")
-
-    def log_tail(self, lines: int = 30) -> str:
-        return "its last words"
-
-    def stop(self) -> None:
-        self.state = "stopped"
 
 
 class Router:
@@ -110,11 +92,6 @@ def test_a_poll_from_before_an_update_takes_no_server_out_of_rotation():
     assert Check() in actions
     reports(fleet, 0, "default")
     assert states(fleet) == ["stale", "serving", "serving"]
-
-
-def test_servers_take_turns():
-    found = picks(make_fleet())
-    assert {url: found.count(url) for url in URLS} == dict.fromkeys(URLS, 4)
 
 
 def test_a_session_stays_where_it_is():
@@ -188,28 +165,6 @@ def test_a_server_of_older_weights_waits_for_the_next_update():
         fleet.pick(None, ())
 
 
-def test_a_server_that_joins_during_an_update_is_not_part_of_it():
-    fleet = make_fleet(2)
-    fleet.replicas[0].handle.state = "dead"
-    fleet.notice_deaths()
-    with fleet.weight_update() as update:
-        assert fleet.urls == (URLS[1],)
-        update.commit("1")
-        joined(fleet, 0)
-        assert fleet.urls == (URLS[1],)
-    assert states(fleet) == ["stale", "serving"]
-    assert fleet.urls == (URLS[0], URLS[1])
-
-
-def test_an_update_that_failed_changes_nothing():
-    fleet = make_fleet(2)
-    with fleet.weight_update() as update:
-        update.mark_inconsistent("Half of them came.")
-        update.abort()
-    assert fleet.weights.inconsistent is None
-    assert fleet.weights.version == "default"
-
-
 def test_before_the_first_update_a_new_start_is_as_good():
     fleet = make_fleet(1)
     fleet.replicas[0].handle.state = "dead"
@@ -251,13 +206,6 @@ def test_a_copy_owns_nothing():
     assert set(picks(twin)) == {"http://router"}
 
 
-def test_after_the_shutdown():
-    fleet = make_fleet()
-    fleet.close()
-    with pytest.raises(ServerUnavailableError, match="shut down"):
-        fleet.pick(None, ())
-
-
 @pytest.mark.parametrize("joins", ["from before", "from within"])
 def test_a_server_started_again_in_the_middle_of_the_first_update(joins):
     """It has the checkpoint's weights, whether it took part at the beginning or not."""
@@ -288,32 +236,12 @@ def test_an_update_that_failed_leaves_who_joined_meanwhile_useful():
     assert states(fleet) == ["serving", "serving"]
 
 
-def test_a_process_group_holds_for_one_set_of_servers():
-    fleet = make_fleet(2)
-    before = fleet.membership_epoch
-    fleet.replicas[0].handle.state = "dead"
-    fleet.notice_deaths()
-    assert fleet.membership_epoch != before
-
-
 def test_a_server_that_is_ready_after_the_shutdown_is_ended():
     fleet = make_fleet(1)
     fleet.close()
     late = Process()
     event = Started(rank=0, handle=late, url=late.url)
     assert fleet.apply(event) == (Stop(handle=late),)
-
-
-def test_a_server_that_another_engine_has_sent_the_weights_to():
-    fleet = make_fleet(2)
-    commit(fleet, "3")
-    fleet.replicas[0].handle.state = "dead"
-    fleet.notice_deaths()
-    joined(fleet, 0)
-    reports(fleet, 0, "2")
-    assert fleet.replicas[0].state == "stale"
-    reports(fleet, 0, "3")
-    assert fleet.replicas[0].state == "serving"
 
 
 def test_the_newest_weights_of_any_engine_are_the_current_ones():

@@ -8,13 +8,12 @@ import time
 import weakref
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from helpers.engines import Process
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
-from torchrl._utils import logger as torchrl_logger
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client.capabilities import find_out
@@ -168,75 +167,61 @@ def test_the_only_one_is_started_again(three):
         assert versions(engine) == {"6"}
 
 
-def test_the_only_one_is_killed(three, caplog):
+def test_the_only_one_is_killed(three, log):
     """It is told once and within seconds, the state is true, and so is its return."""
     server, *_ = three
-    torchrl_logger.addHandler(caplog.handler)
-    try:
-        with AsyncSGLang.connect(server.url) as engine:
-            assert engine.problems == ()
-            server.die()
-            with pytest.raises(ServerUnavailableError):
-                versions(engine)
-            wait_until(lambda: engine.problems, seconds=10)
-            (problem,) = engine.problems
-            assert problem.startswith(f"The server at {server.url} is unreachable. ")
-            (told,) = engine.stats().servers
-            assert told.state == "unreachable"
-            assert told.reason in problem
-            with pytest.raises(ServerUnavailableError, match="Check that the server"):
-                versions(engine)
-            server.restart()
-            server.weight_version = "5"
-            wait_until(lambda: not engine.problems)
-            assert engine.stats().servers[0].state == "serving"
-            assert versions(engine) == {"5"}
-            wait_until(lambda: not watches(engine))
-    finally:
-        torchrl_logger.removeHandler(caplog.handler)
-    assert caplog.text.count("the only one that serves, does not answer") == 1
-    assert caplog.text.count(f"The server at {server.url} serves again, after") == 1
-
-
-def test_some_of_them_are_killed(engine, three, caplog):
-    torchrl_logger.addHandler(caplog.handler)
-    try:
-        for server in three[:2]:
-            server.die()
-        assert versions(engine) == {"5"}
-        wait_until(lambda: len(engine.problems) == 2, seconds=10)
-        for server, problem in zip(three, engine.problems, strict=False):
-            assert problem.startswith(f"The server at {server.url} is down. ")
-        for server in three[:2]:
-            server.restart()
-            server.weight_version = "5"
+    with AsyncSGLang.connect(server.url) as engine:
+        assert engine.problems == ()
+        server.die()
+        with pytest.raises(ServerUnavailableError):
+            versions(engine)
+        wait_until(lambda: engine.problems, seconds=10)
+        (problem,) = engine.problems
+        assert problem.startswith(f"The server at {server.url} is unreachable. ")
+        (told,) = engine.stats().servers
+        assert told.state == "unreachable"
+        assert told.reason in problem
+        with pytest.raises(ServerUnavailableError, match="Check that the server"):
+            versions(engine)
+        server.restart()
+        server.weight_version = "5"
         wait_until(lambda: not engine.problems)
-    finally:
-        torchrl_logger.removeHandler(caplog.handler)
-    assert caplog.text.count("gets no requests until it answers") == 2
-    assert caplog.text.count("serves again, after") == 2
+        assert engine.stats().servers[0].state == "serving"
+        assert versions(engine) == {"5"}
+        wait_until(lambda: not watches(engine))
+    assert log.text.count("the only one that serves, does not answer") == 1
+    assert log.text.count(f"The server at {server.url} serves again, after") == 1
 
 
-def test_a_hanging_server_is_reported_and_its_requests_go_elsewhere(
-    engine, three, caplog
-):
+def test_some_of_them_are_killed(engine, three, log):
+    for server in three[:2]:
+        server.die()
+    assert versions(engine) == {"5"}
+    wait_until(lambda: len(engine.problems) == 2, seconds=10)
+    for server, problem in zip(three, engine.problems, strict=False):
+        assert problem.startswith(f"The server at {server.url} is down. ")
+    for server in three[:2]:
+        server.restart()
+        server.weight_version = "5"
+    wait_until(lambda: not engine.problems)
+    assert log.text.count("gets no requests until it answers") == 2
+    assert log.text.count("serves again, after") == 2
+
+
+def test_a_hanging_server_is_reported_and_its_requests_go_elsewhere(engine, three, log):
     """Of another owner, who alone can start it again."""
     hanging = three[0]
     engine._supervisor.times = WatchTimes(in_flight=0.2, probe=0.2, progress=0.1)
-    torchrl_logger.addHandler(caplog.handler)
-    try:
-        with (
-            hanging.misbehaving("hang"),
-            hanging.misbehaving("error_500", "/health_generate"),
-            hanging.misbehaving("error_500", "/server_info"),
-        ):
-            assert versions(engine) == {"5"}
-            (problem,) = engine.problems
-            assert problem.startswith(f"The server at {hanging.url} is down. ")
-            assert "did not generate" in caplog.text
-        wait_until(lambda: not engine.problems)
-    finally:
-        torchrl_logger.removeHandler(caplog.handler)
+    with (
+        hanging.misbehaving("hang"),
+        hanging.misbehaving("error_500", "/health_generate"),
+        hanging.misbehaving("error_500", "/server_info"),
+    ):
+        assert versions(engine) == {"5"}
+        (problem,) = engine.problems
+        assert problem.startswith(f"The server at {hanging.url} is down. ")
+        assert "did not generate" in log.text
+    wait_until(lambda: not engine.problems)
     assert versions(engine) == {"5"}
 
 
@@ -468,18 +453,6 @@ def test_a_server_that_is_paused_does_not_hang(three, tells):
         # It answers nothing at all.
         server.die()
         assert ask()
-
-
-class Process:
-    """A server's process, as its owner holds it."""
-
-    pid, host, log_path, state = 0, "here", Path("log"), "ready"
-
-    def log_tail(self, lines: int = 30) -> str:
-        return ""
-
-    def stop(self) -> None:
-        self.state = "stopped"
 
 
 def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):

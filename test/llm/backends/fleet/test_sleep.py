@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.engines import Process
 from helpers.fake_server import FakeServer
 from helpers.memory_saver import write_saver_python
 from helpers.waiting import wait_until
@@ -348,20 +349,6 @@ def test_a_server_that_ends_at_its_sleep_says_why(tiny_model_path, saver_python)
         with pytest.raises(ServerUnavailableError, match="The end of its log") as told:
             engine.sleep("kv_cache")
         assert "crashed with exit code 1" in str(told.value)
-
-
-@dataclasses.dataclass
-class Process:
-    url: str = "http://a"
-    pid: int = 0
-    log_path: Path = Path("log")
-    state: str = "ready"
-
-    def log_tail(self, lines: int = 30) -> str:
-        return ""
-
-    def stop(self) -> None:
-        self.state = "stopped"
 
 
 def test_a_server_whose_start_ends_while_others_sleep():

@@ -14,17 +14,6 @@ from torchrl_sglang.backends.fleet.weights_state import (
 )
 
 
-def test_a_commit_makes_the_weights_consistent():
-    fleet = Fleet([])
-    with fleet.weight_update() as update:
-        update.mark_inconsistent("Half of them came.")
-        assert fleet.weights.inconsistent == "Half of them came."
-        update.commit("7")
-    assert (fleet.weights.version, fleet.weights.newest) == ("7", "7")
-    assert fleet.weights.inconsistent is None
-    assert fleet.weights.checkpoint_version == "default"
-
-
 def test_an_abort_restores_what_was_known_before():
     fleet = Fleet([])
     with fleet.weight_update() as first:

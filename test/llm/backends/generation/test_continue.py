@@ -70,6 +70,20 @@ def update(engine, fake, version):
         update.commit(version)
 
 
+def generate(engine, fake, prompts, params, fault="hang", **options):
+    """Returns the responses of a call with a weight update in its middle."""
+    running = Running(
+        fake,
+        lambda: engine.generate(input_ids=prompts, sampling_params=params, **options),
+        requests=len(prompts),
+        fault=fault,
+    )
+    with update(engine, fake, "1"):
+        # Nothing is sent meanwhile.
+        assert len(fake.payloads()) == len(prompts)
+    return running.wait()
+
+
 def sent(fake, *names):
     """What the payloads say of some fields, in the order of their arrival."""
     found = [{**p, **p["sampling_params"][0]} for p in fake.payloads()]
@@ -87,16 +101,7 @@ def spans(answer):
     "options", [{}, {"return_logprobs": True}, {"top_logprobs": 2}]
 )
 def test_the_rest_is_sent_after_the_update(older, engine, options):
-    running = Running(
-        older,
-        lambda: engine.generate(
-            input_ids=[5, 6], sampling_params={"max_new_tokens": 8}, **options
-        ),
-    )
-    with update(engine, older, "1"):
-        # Nothing is sent meanwhile.
-        assert len(older.payloads()) == 1
-    (answer,) = running.wait()
+    (answer,) = generate(engine, older, [[5, 6]], {"max_new_tokens": 8}, **options)
     assert sent(older, "input_ids", "max_new_tokens", "extra_key") == [
         ([5, 6], 8, "default"),
         ([5, 6, 5, 6, 5], 8 - KEPT, "1"),
@@ -175,13 +180,7 @@ def test_many_updates(older, engine):
     ],
 )
 def test_what_remains_of_sampling_parameters(older, engine, given, rest):
-    params = {"max_new_tokens": 8, **given}
-    running = Running(
-        older, lambda: engine.generate(input_ids=[5], sampling_params=params)
-    )
-    with update(engine, older, "1"):
-        pass
-    running.wait()
+    generate(engine, older, [[5]], {"max_new_tokens": 8, **given})
     names = ["max_new_tokens", *rest]
     assert sent(older, *names)[1] == (5, *rest.values())
 
@@ -196,13 +195,7 @@ def test_what_remains_of_sampling_parameters(older, engine, given, rest):
 )
 def test_a_response_that_cannot_go_on_begins_anew(older, engine, params):
     """An update waits for it, when it has done so once."""
-    params = {"max_new_tokens": 8, **params}
-    running = Running(
-        older, lambda: engine.generate(input_ids=[5], sampling_params=params)
-    )
-    with update(engine, older, "1"):
-        pass
-    (answer,) = running.wait()
+    (answer,) = generate(engine, older, [[5]], {"max_new_tokens": 8, **params})
     assert sent(older, "input_ids", "max_new_tokens", "extra_key") == [
         ([5], 8, "default"),
         ([5], 8, "1"),
@@ -239,44 +232,21 @@ def test_an_update_waits_for_a_response_that_has_begun_anew_before(older, engine
 
 
 def test_samples_go_on_one_by_one(older, engine):
-    prompts = [[5]] * 4
-    running = Running(
-        older,
-        lambda: engine.generate(
-            input_ids=prompts, sampling_params={"max_new_tokens": 8}
-        ),
-        requests=4,
-    )
-    with update(engine, older, "1"):
-        pass
-    answers = running.wait()
+    answers = generate(engine, older, [[5]] * 4, {"max_new_tokens": 8})
     assert [len(answer.token_ids) for answer in answers] == [8] * 4
     assert sent(older, "max_new_tokens") == [(8,)] * 4 + [(8 - KEPT,)] * 4
 
 
 def test_a_response_that_had_ended_is_not_sent_again(older, engine):
     """Servers do not look for an end in the step of an abort."""
-    running = Running(
-        older,
-        lambda: engine.generate(
-            input_ids=[5], sampling_params={"max_new_tokens": KEPT}
-        ),
-    )
-    with update(engine, older, "1"):
-        pass
-    (answer,) = running.wait()
+    (answer,) = generate(engine, older, [[5]], {"max_new_tokens": KEPT})
     assert (answer.finish_reason, len(answer.token_ids)) == ("length", KEPT)
     assert len(older.payloads()) == 1
 
 
 def test_a_stop_token_of_the_last_step_ends_a_response(older, engine):
     params = {"max_new_tokens": 8, "stop_token_ids": [5]}
-    running = Running(
-        older, lambda: engine.generate(input_ids=[5], sampling_params=params)
-    )
-    with update(engine, older, "1"):
-        pass
-    (answer,) = running.wait()
+    (answer,) = generate(engine, older, [[5]], params)
     assert (answer.finish_reason, answer.matched_stop) == ("stop", 5)
     assert len(older.payloads()) == 1
 
@@ -289,13 +259,7 @@ def test_a_stop_string_over_a_boundary(older, engine, name):
     stop = tokenizer.decode([22, 20])
     if name == "stop_regex":
         stop = re.escape(stop)
-    params = {"max_new_tokens": 8, name: stop}
-    running = Running(
-        older, lambda: engine.generate(input_ids=prompt, sampling_params=params)
-    )
-    with update(engine, older, "1"):
-        pass
-    (answer,) = running.wait()
+    (answer,) = generate(engine, older, [prompt], {"max_new_tokens": 8, name: stop})
     assert answer.token_ids == [20, 21, 22, 20]
     assert (answer.finish_reason, answer.matched_stop) == ("stop", stop)
     assert spans(answer) == [("default", 0, KEPT), ("1", KEPT, KEPT + 1)]
@@ -303,17 +267,8 @@ def test_a_stop_string_over_a_boundary(older, engine, name):
 
 def test_a_request_whose_grammar_is_compiled_begins_anew(older, engine):
     """The server calls it a refusal; what it has generated follows another prompt."""
-
-    def call():
-        return engine.generate(
-            input_ids=[5, 6],
-            sampling_params={"max_new_tokens": 4},
-        )
-
-    running = Running(older, call, fault="hang_compiling")
-    with update(engine, older, "1"):
-        pass
-    (answer,) = running.wait()
+    params = {"max_new_tokens": 4}
+    (answer,) = generate(engine, older, [[5, 6]], params, fault="hang_compiling")
     assert answer.token_ids == [5, 6, 5, 6]
     assert sent(older, "input_ids", "max_new_tokens") == [([5, 6], 4)] * 2
 

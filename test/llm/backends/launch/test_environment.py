@@ -9,137 +9,72 @@ from torchrl_sglang.backends.launch.router import make_sglang_router
 from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.errors import ConfigurationError
 
-TORCHRUN = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "GROUP_RANK": "0",
-    "ROLE_RANK": "0",
-    "ROLE_NAME": "default",
-    "LOCAL_WORLD_SIZE": "2",
-    "WORLD_SIZE": "2",
-    "GROUP_WORLD_SIZE": "1",
-    "ROLE_WORLD_SIZE": "2",
-    "MASTER_ADDR": "localhost",
-    "MASTER_PORT": "29500",
-    "TORCHELASTIC_RESTART_COUNT": "0",
-    "TORCHELASTIC_MAX_RESTARTS": "0",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-    "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-    "TORCHELASTIC_ERROR_FILE": "/tmp/error.json",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    "OMP_NUM_THREADS": "1",
-}
+
+def variables(names: str) -> dict[str, str]:
+    """Returns variables with these names and the value 1."""
+    return dict.fromkeys(names.split(), "1")
+
+
+TORCHRUN = variables(
+    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME LOCAL_WORLD_SIZE WORLD_SIZE "
+    "GROUP_WORLD_SIZE ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
+    "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID "
+    "TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_SIGNALS_TO_HANDLE "
+    "TORCHELASTIC_ERROR_FILE TORCH_NCCL_ASYNC_ERROR_HANDLING OMP_NUM_THREADS"
+)
 
 LEFT_BY = {
     "torchrun": TORCHRUN,
-    "accelerate": {
-        **TORCHRUN,
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_USE_FSDP": "true",
-        "ACCELERATE_DYNAMO_BACKEND": "no",
-        "FSDP_VERSION": "2",
-        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-        "MEGATRON_LM_TP_DEGREE": "1",
-        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "1",
-        "FORK_LAUNCHED": "1",
-    },
-    "deepspeed": {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "LOCAL_SIZE": "8",
-        "WORLD_SIZE": "8",
-        "CROSS_RANK": "0",
-        "CROSS_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "DS_ENV_FILE": ".deepspeed_env",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    },
-    "srun": {
-        "SLURM_JOB_ID": "42",
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "8",
-        "SLURM_NODELIST": "node[1-2]",
-        "SLURM_STEP_ID": "0",
-        "SLURM_MPI_TYPE": "pmix",
-        "SLURMD_NODENAME": "node1",
-        "SRUN_DEBUG": "3",
-        "SBATCH_EXPORT": "ALL",
-        "PMI_RANK": "0",
-        "PMI_SIZE": "8",
-        "PMI_FD": "13",
-        "PMIX_RANK": "0",
-        "PMIX_NAMESPACE": "slurm.pmix.42.0",
-        "PMIX_SERVER_URI41": "slurm.pmix;tcp4://127.0.0.1:1",
-    },
-    "mpirun of Open MPI": {
-        "OMPI_COMM_WORLD_RANK": "0",
-        "OMPI_COMM_WORLD_SIZE": "8",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_UNIVERSE_SIZE": "8",
-        "OMPI_MCA_orte_hnp_uri": "1;tcp://127.0.0.1:1",
-        "ORTE_SCHIZO_DETECTION": "ORTE",
-        "PRTE_LAUNCHED": "1",
-        "PMIX_RANK": "0",
-        "OPAL_OUTPUT_STDERR_FD": "2",
-    },
-    "mpirun of MPICH and Intel MPI": {
-        "PMI_RANK": "0",
-        "PMI_FD": "9",
-        "PMI2_RANK": "0",
-        "MPI_LOCALRANKID": "0",
-        "MPI_LOCALNRANKS": "8",
-        "HYDRA_LAUNCHER": "ssh",
-        "HYDI_CONTROL_FD": "9",
-        "I_MPI_HYDRA_DEBUG": "0",
-        "MV2_COMM_WORLD_RANK": "0",
-    },
+    "accelerate": TORCHRUN
+    | variables(
+        "ACCELERATE_MIXED_PRECISION ACCELERATE_USE_FSDP ACCELERATE_DYNAMO_BACKEND "
+        "FSDP_VERSION FSDP_CPU_RAM_EFFICIENT_LOADING MEGATRON_LM_TP_DEGREE "
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE FORK_LAUNCHED"
+    ),
+    "deepspeed": variables(
+        "RANK LOCAL_RANK LOCAL_SIZE WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR "
+        "MASTER_PORT DS_ENV_FILE ACCELERATE_DEEPSPEED_ZERO_STAGE"
+    ),
+    "srun": variables(
+        "SLURM_JOB_ID SLURM_PROCID SLURM_LOCALID SLURM_NTASKS SLURM_NODELIST "
+        "SLURM_STEP_ID SLURM_MPI_TYPE SLURMD_NODENAME SRUN_DEBUG SBATCH_EXPORT "
+        "PMI_RANK PMI_SIZE PMI_FD PMIX_RANK PMIX_NAMESPACE PMIX_SERVER_URI41"
+    ),
+    "mpirun of Open MPI": variables(
+        "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK "
+        "OMPI_UNIVERSE_SIZE OMPI_MCA_orte_hnp_uri ORTE_SCHIZO_DETECTION "
+        "PRTE_LAUNCHED PMIX_RANK OPAL_OUTPUT_STDERR_FD"
+    ),
+    "mpirun of MPICH and Intel MPI": variables(
+        "PMI_RANK PMI_FD PMI2_RANK MPI_LOCALRANKID MPI_LOCALNRANKS HYDRA_LAUNCHER "
+        "HYDI_CONTROL_FD I_MPI_HYDRA_DEBUG MV2_COMM_WORLD_RANK"
+    ),
     "a Ray actor": {
-        "RAY_JOB_ID": "01000000",
-        "RAY_RAYLET_PID": "7079",
-        "RAY_NODE_ID": "ab",
-        "RAY_WORKER_NICENESS": "0",
-        "RAY_LD_PRELOAD_ON_WORKERS": "0",
-        "RAY_RUNTIME_ENV_HASH": "1",
-        "OMP_NUM_THREADS": "1",
+        **variables(
+            "RAY_JOB_ID RAY_RAYLET_PID RAY_NODE_ID RAY_WORKER_NICENESS "
+            "RAY_LD_PRELOAD_ON_WORKERS RAY_RUNTIME_ENV_HASH OMP_NUM_THREADS SPT_NOENV"
+        ),
         "PYTHONBREAKPOINT": "ray.util.rpdb.set_trace",
-        "SPT_NOENV": "1",
     },
     "Jupyter": {
-        "JPY_PARENT_PID": "1",
-        "JPY_SESSION_NAME": "a.ipynb",
+        **variables("JPY_PARENT_PID JPY_SESSION_NAME"),
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
     },
 }
-"""What launchers leave in the environment of what they start."""
+"""Variables of launchers in the environment of their processes."""
 
 USERS = {
-    "PATH": "/usr/bin",
-    "HOME": "/home/me",
-    "LD_LIBRARY_PATH": "/opt/lib",
-    "CUDA_HOME": "/usr/local/cuda",
-    "CUDA_VISIBLE_DEVICES": "4,5",
-    "NCCL_SOCKET_IFNAME": "eth0",
-    "NCCL_DEBUG": "INFO",
-    "GLOO_SOCKET_IFNAME": "eth0",
-    "HF_HOME": "/hf",
-    "HF_TOKEN": "hf_x",
-    "HTTPS_PROXY": "http://proxy:1",
-    "no_proxy": "127.0.0.1",
-    "SGLANG_LOGGING_CONFIG_PATH": "/log.json",
-    "TRITON_CACHE_DIR": "/triton",
-    "TORCHINDUCTOR_CACHE_DIR": "/inductor",
-    "RAY_ADDRESS": "10.0.0.1:6379",
-    "LOCAL_MODELS": "/models",
-    "GROUP_NAME": "team",
-    "RANKING": "3",
+    **variables(
+        "PATH HOME LD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES NCCL_SOCKET_IFNAME "
+        "NCCL_DEBUG GLOO_SOCKET_IFNAME HF_HOME HF_TOKEN HTTPS_PROXY no_proxy "
+        "SGLANG_LOGGING_CONFIG_PATH TRITON_CACHE_DIR TORCHINDUCTOR_CACHE_DIR "
+        "RAY_ADDRESS LOCAL_MODELS GROUP_NAME RANKING"
+    ),
     "OMP_NUM_THREADS": "8",
     "MPLBACKEND": "Agg",
     "PYTHONBREAKPOINT": "0",
 }
-"""What is the user's, some of it much like a launcher's."""
+"""Variables of the user, some of them much like a launcher's."""
 
 
 @pytest.mark.parametrize("launcher", LEFT_BY)

@@ -88,8 +88,7 @@ def wait_for_log(server: ServerProcess, text: str) -> None:
 
 
 def test_states():
-    server = run("print('begun', flush=True); " + FOREVER)
-    try:
+    with run("print('begun', flush=True); " + FOREVER) as server:
         assert server.state == "starting"
         wait_for_log(server, "begun")
         tree = tree_of(server)
@@ -97,8 +96,6 @@ def test_states():
         # A Ctrl-C in the terminal is the trainer's to handle.
         assert {os.getsid(pid) for pid in tree} == {server.pid}
         assert f"pid={server.pid}, state='starting'" in repr(server)
-    finally:
-        server.stop()
     assert server.state == "stopped"
     wait_until_gone(tree)
     assert not server.log_path.parent.exists()
@@ -114,15 +111,12 @@ def test_ready_when_it_answers(tmp_path):
         f"http.server.HTTPServer(('127.0.0.1', {port}), "
         f"http.server.SimpleHTTPRequestHandler).serve_forever()"
     )
-    server = run(code, url=f"http://127.0.0.1:{port}")
-    try:
+    with run(code, url=f"http://127.0.0.1:{port}") as server:
         server.wait_ready()
         assert server.state == "ready"
         os.kill(descendants(server.pid)[0], signal.SIGKILL)
         wait_until_gone([server.pid])
         assert server.state == "dead"
-    finally:
-        server.stop()
 
 
 def test_a_start_that_fails_shows_the_end_of_the_log():
@@ -161,14 +155,11 @@ def test_a_file_for_what_others_must_not_see():
         "print(stat.filemode(os.stat(sys.argv[-1]).st_mode), "
         "open(sys.argv[-1]).read(), sys.argv[-2], flush=True); "
     )
-    server = run(code + FOREVER, config={"api_key": "sesame"})
-    try:
+    with run(code + FOREVER, config={"api_key": "sesame"}) as server:
         shown = '-rw------- {"api-key": "sesame"} --config'
         wait_for_log(server, shown)
         assert "sesame" not in " ".join(server.command.line)
         assert server.log_path.parent.stat().st_mode & 0o077 == 0
-    finally:
-        server.stop()
     assert not server.log_path.parent.exists()
 
 
@@ -280,19 +271,16 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 def test_a_path_that_is_asked_for_once():
     """Its answer does not matter."""
     port = find_free_port()
-    server = run(
+    with run(
         HANDLER.replace("PORT", str(port)),
         url=f"http://127.0.0.1:{port}",
         config={"api_key": "sesame"},
         when_ready="/freeze_gc",
-    )
-    try:
+    ) as server:
         server.wait_ready()
         server.check_ready()
         lines = server.log_tail().splitlines()
         assert lines == ["/health None", "/freeze_gc Bearer sesame"]
-    finally:
-        server.stop()
 
 
 @pytest.mark.parametrize(("device", "path"), [("cpu", "/freeze_gc"), ("cuda", None)])
@@ -322,23 +310,19 @@ def test_the_log_without_usage():
 
 def test_the_log_without_progress_bars_and_keys():
     shown = r"print('a\rload 1%| 5.00it/s]\rload 2%| 5.00it/s]\n\nkey=sesame'); "
-    server = run(shown + "print('end', flush=True); " + FOREVER, hidden=["sesame"])
-    try:
+    with run(
+        shown + "print('end', flush=True); " + FOREVER, hidden=["sesame"]
+    ) as server:
         wait_for_log(server, "end")
         assert server.log_tail() == "a\nkey=***\nend"
         assert server.log_tail(1) == "end"
-    finally:
-        server.stop()
 
 
 def test_only_the_end_of_a_log_is_read():
     code = "print('x\\n' * 10**6); print('end', flush=True); " + FOREVER
-    server = run(code)
-    try:
+    with run(code) as server:
         wait_for_log(server, "end")
         assert len(server.log_tail(lines=10**7)) <= 100_000
-    finally:
-        server.stop()
 
 
 def test_a_program_that_does_not_exist():
@@ -347,12 +331,9 @@ def test_a_program_that_does_not_exist():
 
 
 def test_it_does_not_pickle():
-    server = run(FOREVER)
-    try:
+    with run(FOREVER) as server:
         with pytest.raises(TypeError, match="pass its url"):
             pickle.dumps(server)
-    finally:
-        server.stop()
 
 
 def test_the_last_reference_ends_it():
@@ -372,8 +353,7 @@ def _stop(server: ServerProcess) -> None:
     "ignore:This process .* is multi-threaded:DeprecationWarning"
 )
 def test_a_fork_does_not_end_it():
-    server = run("print('begun', flush=True); " + FOREVER)
-    try:
+    with run("print('begun', flush=True); " + FOREVER) as server:
         wait_for_log(server, "begun")
         child = multiprocessing.get_context("fork").Process(
             target=_stop, args=(server,)
@@ -383,8 +363,6 @@ def test_a_fork_does_not_end_it():
         assert child.exitcode == 0
         assert server.state == "starting"
         assert server.log_path.exists()
-    finally:
-        server.stop()
 
 
 # --- the arguments of a server

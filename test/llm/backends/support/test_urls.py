@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 
 import pytest
+from helpers.engines import Process
 from helpers.fake_server import FakeServer
 from torchrl._utils import logger as torchrl_logger
 
@@ -84,29 +84,12 @@ def test_which_servers_run_on_this_machine(own_address):
     assert [is_this_machine(url_of(host, 1)) for host in there] == [False] * 3
 
 
-class ProcessElsewhere:
-    """What an engine that started a server on another machine has of it."""
-
-    pid = 1
-    state = "ready"
-    log_path = Path("server.log")
-
-    def log_tail(self, lines: int = 30) -> str:
-        return ""
-
-    def request_stop(self) -> None:
-        """Has nothing to end."""
-
-    def stop(self) -> None:
-        """Has nothing to end."""
-
-
 @pytest.mark.parametrize("owned", [False, True])
 def test_a_server_is_local_by_its_address_whoever_started_it(
     capabilities, own_address, owned
 ):
     def engine(*urls: str, **server_args: object) -> AsyncSGLang:
-        process = ProcessElsewhere() if owned else None
+        process = Process() if owned else None
         replicas = [Replica(url=url, handle=process) for url in urls]
         return AsyncSGLang(
             Fleet(replicas=replicas, weight_version="default"),
