@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -166,25 +166,20 @@ def test_the_verbs_of_a_real_server(engine, tokenizer):
 
 
 def test_pausing_a_real_server_with_abort_cuts_responses_off(engine):
-    outcomes = []
-    long = {"max_new_tokens": 1500, "ignore_eos": True}
-
-    def generate() -> None:
-        outcomes.extend(
-            engine.generate(
-                input_ids=[[5, 6], [7]], sampling_params=long, return_exceptions=True
-            )
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(
+            engine.generate,
+            input_ids=[[5, 6], [7]],
+            sampling_params={"max_new_tokens": 1500, "ignore_eos": True},
+            return_exceptions=True,
         )
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    while run_sync(engine.control.running_requests()) < 2 and thread.is_alive():
-        pass
-    try:
-        run_sync(engine.control.pause("abort"))
-    finally:
-        run_sync(engine.control.resume())
-    thread.join(60)
+        while run_sync(engine.control.running_requests()) < 2 and not call.done():
+            pass
+        try:
+            run_sync(engine.control.pause("abort"))
+        finally:
+            run_sync(engine.control.resume())
+        outcomes = call.result(60)
     assert [type(outcome) for outcome in outcomes] == [GenerationAbortedError] * 2
     assert [outcome.index for outcome in outcomes] == [0, 1]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import subprocess
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -176,23 +175,16 @@ def test_answers_come_as_they_finish_on_any_loop(engine):
 def test_abort(three, names):
     """What waits here is not sent; what was sent is ended on its server."""
     engine = AsyncSGLang.connect(urls=[fake.url for fake in three], max_in_flight=3)
-    outcomes = []
-    with ExitStack() as stack:
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
         for fake in three:
             stack.enter_context(fake.misbehaving("hang"))
-
-        def call():
-            outcomes.extend(
-                engine.generate(
-                    input_ids=prompts(9),
-                    sampling_params=SHORT,
-                    request_ids=["first"] * 3 + ["late"] * 6,
-                    return_exceptions=True,
-                )
-            )
-
-        thread = threading.Thread(target=call)
-        thread.start()
+        call = pool.submit(
+            engine.generate,
+            input_ids=prompts(9),
+            sampling_params=SHORT,
+            request_ids=["first"] * 3 + ["late"] * 6,
+            return_exceptions=True,
+        )
         for fake in three:
             fake.wait_for("/generate")
         assert engine.stats().queued == 6
@@ -201,8 +193,7 @@ def test_abort(three, names):
         if names is not None:
             assert engine.stats().in_flight == 3
             assert engine.abort("first") == 3
-        thread.join(60)
-    assert not thread.is_alive()
+        outcomes = call.result(60)
     assert [type(o) for o in outcomes] == [GenerationAbortedError] * 9
     assert [outcome.index for outcome in outcomes] == list(range(9))
     assert answered(three).total() == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -245,16 +244,8 @@ def test_a_chat_behind_a_router_whose_server_vanished(routed, launcher):
             {"choices": [{"finish_reason": "stop"}]}
         )
     first.server.vanish()
-    answers: list[object] = []
-
-    def ask() -> None:
-        answers.append(routed.chat_completion(chat))
-
-    threads = [threading.Thread(target=ask) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    first.server.wait_for("/v1/chat/completions", 1)
-    first.vanish()
-    for thread in threads:
-        thread.join(SECONDS)
-    assert len(answers) == 2
+    with ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(routed.chat_completion, chat) for _ in range(2)]
+        first.server.wait_for("/v1/chat/completions", 1)
+        first.vanish()
+        assert all(call.result(SECONDS) for call in calls)

@@ -7,8 +7,8 @@ import operator
 import os
 import pickle
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.forked_starts import processes_below
@@ -246,29 +246,17 @@ def test_a_copy_uses_the_same_servers(engine, session_engine):
 
 
 def test_abort_frees_the_servers(engine):
-    outcomes = []
-
-    def call():
-        outcomes.extend(
-            generate(
-                engine,
-                prompts(6),
-                LONG,
-                request_ids=["a", "b"] * 3,
-                return_exceptions=True,
-            )
-        )
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    while sum(running(engine)) < 6:
-        assert thread.is_alive()
-    assert engine.abort("a") == 3
-    while sum(running(engine)) != 3:
-        assert thread.is_alive()
-    assert engine.abort() == 3
-    thread.join(60)
-    assert not thread.is_alive()
+    names = ["a", "b"] * 3
+    with ThreadPoolExecutor() as pool:
+        options = {"request_ids": names, "return_exceptions": True}
+        call = pool.submit(generate, engine, prompts(6), LONG, **options)
+        while sum(running(engine)) < 6:
+            assert not call.done()
+        assert engine.abort("a") == 3
+        while sum(running(engine)) != 3:
+            assert not call.done()
+        assert engine.abort() == 3
+        outcomes = call.result(60)
     assert [type(o) for o in outcomes] == [GenerationAbortedError] * 6
 
 

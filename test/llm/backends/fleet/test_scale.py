@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from torchrl_sglang.backends.fleet.adapter_calls import MOST_ASKED
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.backends.fleet.routing import MOST_COMPARED, Routing
 from torchrl_sglang.errors import GenerationAbortedError
-from torchrl_sglang.support.event_loop import run_sync
+from torchrl_sglang.support.event_loop import run_sync, submit
 
 BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "fleet_scale.py"
 
@@ -49,22 +49,13 @@ def count(servers, path: str) -> list[int]:
 
 @pytest.mark.parametrize("servers", [3], indirect=True)
 def test_a_request_is_aborted_where_it_is(engine, servers):
-    with ExitStack() as stack:
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
         for server in servers:
             stack.enter_context(server.misbehaving("hang"))
-        calls = []
-
-        def call() -> None:
-            with pytest.raises(GenerationAbortedError):
-                engine.generate(input_ids=[5], request_ids=["mine"])
-            calls.append(1)
-
-        thread = threading.Thread(target=call)
-        thread.start()
+        call = pool.submit(engine.generate, input_ids=[5], request_ids=["mine"])
         wait_until(lambda: sum(count(servers, "/generate")) == 1)
         assert engine.abort(["mine"]) == 1
-        thread.join(20)
-    assert calls == [1]
+        assert isinstance(call.exception(20), GenerationAbortedError)
     there = count(servers, "/generate")
     aborts = count(servers, "/abort_request")
     assert [number > 0 for number in aborts] == [number > 0 for number in there]
@@ -100,22 +91,14 @@ def test_sessions_of_an_update_are_closed_side_by_side(engine, servers):
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(server.misbehaving("hang", "/end_weight_update"))
-        found = []
-
-        def close() -> None:
-            work = control.end_weight_update_on_each(urls, timeout=30)
-            found.append(run_sync(work))
-
-        thread = threading.Thread(target=close)
-        thread.start()
+        call = submit(control.end_weight_update_on_each(urls, timeout=30))
         for server in servers:
             server.wait_for("/end_weight_update")
-        assert not found
+        assert not call.done()
         for server in servers:
             server.die()
             server.recover()
-        thread.join(20)
-    assert [set(each) for each in found] == [set(urls)]
+        assert set(call.result(20)) == set(urls)
 
 
 @pytest.mark.parametrize("servers", [MOST_ASKED + 2], indirect=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.fake_server import FakeServer
@@ -292,21 +292,11 @@ def test_an_empty_batch_is_no_request(fake, fake_engine):
 
 
 def test_shutdown_ends_waiting_calls(fake, fake_engine):
-    errors = []
-
-    def wait() -> None:
-        try:
-            generate(fake_engine, timeout=60)
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    with fake.misbehaving("hang"):
-        thread.start()
+    with ThreadPoolExecutor() as pool, fake.misbehaving("hang"):
+        call = pool.submit(generate, fake_engine, timeout=60)
         fake.wait_for("/generate")
         fake_engine.shutdown()
-        thread.join(60)
-    assert [type(error) for error in errors] == [ServerUnavailableError]
+        assert type(call.exception(60)) is ServerUnavailableError
 
 
 def test_completions_are_frozen(fake_engine):

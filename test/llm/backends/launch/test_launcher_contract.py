@@ -6,6 +6,7 @@ import os
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -286,20 +287,11 @@ def test_a_start_that_takes_too_long(make_launcher, gate):
 
 def test_a_start_that_is_cancelled(make_launcher, gate):
     server = make_launcher(behind(gate)).start(0)
-    errors: list[NotStartedError] = []
-
-    def wait() -> None:
-        try:
-            server.wait_ready()
-        except NotStartedError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    server.request_stop()
-    server.stop()
-    thread.join(60)
-    assert len(errors) == 1
+    with ThreadPoolExecutor() as pool:
+        start = pool.submit(server.wait_ready)
+        server.request_stop()
+        server.stop()
+        assert isinstance(start.exception(60), NotStartedError)
     assert server.state == "stopped"
 
 

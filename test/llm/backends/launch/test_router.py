@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -501,14 +502,6 @@ def test_a_routing_key_keeps_requests_together(pair, policy):
         assert by.count(pair[0].url) == 32
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two"])
-def test_policies_that_look_at_no_request(pair, policy):
-    by = spread(pair, groups(1, 32, 0), ["one"] * 32, policy=policy)
-    assert len(set(by)) == 2
-    if policy == "round_robin":
-        assert by.count(pair[0].url) == 16
-
-
 # --- SGLang
 
 GREEDY = {
@@ -540,22 +533,6 @@ def version(answer: HttpResponse) -> str:
     return answer.raise_for_status().json()["meta_info"]["weight_version"]
 
 
-def test_answers_are_those_of_the_servers(servers):
-    with make_sglang_router(urls(servers), policy="round_robin") as router:
-        (direct,) = send_all(servers[0].url, [GREEDY])
-        answers = send_all(router.url, [GREEDY] * 4)
-        assert {version(answer) for answer in answers} == {"first", "second"}
-        for answer in answers:
-            got = answer.json()
-            assert got["output_ids"] == direct.json()["output_ids"]
-            meta = got["meta_info"]
-            assert [e[1] for e in meta["output_token_logprobs"]] == got["output_ids"]
-        wrong = {"input_ids": [5], "sampling_params": {"temperature": -1.0}}
-        (refused,) = send_all(servers[0].url, [wrong])
-        (routed,) = send_all(router.url, [wrong])
-        assert (routed.status, routed.body) == (400, refused.body)
-
-
 def running(server: ServerProcess) -> int:
     async def ask() -> Any:
         http = HttpClient()
@@ -569,17 +546,6 @@ def running(server: ServerProcess) -> int:
     return sum(load["num_running_reqs"] for load in loads)
 
 
-def in_background(
-    url: str, payloads: Sequence[dict[str, Any]]
-) -> tuple[threading.Thread, list[HttpResponse]]:
-    answers: list[HttpResponse] = []
-    thread = threading.Thread(
-        target=lambda: answers.extend(send_all(url, payloads)), daemon=True
-    )
-    thread.start()
-    return thread, answers
-
-
 def long(tokens: int) -> list[dict[str, Any]]:
     params = {"max_new_tokens": tokens, "ignore_eos": True}
     return [{"input_ids": [5, i], "sampling_params": params} for i in range(3, 11)]
@@ -587,12 +553,15 @@ def long(tokens: int) -> list[dict[str, Any]]:
 
 def test_removing_a_server_cuts_nothing_off(servers):
     first, second = servers
-    with make_sglang_router(urls(servers), policy="round_robin") as router:
-        thread, answers = in_background(router.url, long(400))
+    with (
+        make_sglang_router(urls(servers), policy="round_robin") as router,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        call = pool.submit(send_all, router.url, long(400))
         wait_until(lambda: running(first) == running(second) == 4)
         run_sync(router.remove_worker(first.url))
         assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
-        thread.join(SECONDS)
+        answers = call.result(SECONDS)
         assert [a.json()["meta_info"]["completion_tokens"] for a in answers] == [
             400
         ] * 8
@@ -607,14 +576,17 @@ def test_removing_a_server_cuts_nothing_off(servers):
 def test_servers_that_die_while_they_generate(servers):
     """Last in this file: nobody is left afterwards."""
     first, second = servers
-    with make_sglang_router(urls(servers), policy="round_robin") as router:
-        thread, answers = in_background(router.url, long(1500))
+    with (
+        make_sglang_router(urls(servers), policy="round_robin") as router,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        call = pool.submit(send_all, router.url, long(1500))
         wait_until(lambda: running(first) == running(second) == 4)
         os.kill(descendants(first.pid)[0], signal.SIGKILL)
         took = wait_until(lambda: (first.url, False) in run_sync(router.workers()))
         assert took < 60
         assert {version(a) for a in send_all(router.url, [GREEDY] * 4)} == {"second"}
-        thread.join(2 * SECONDS)
+        answers = call.result(2 * SECONDS)
         # The error names the server; nothing was sent again behind our back.
         failed = [answer for answer in answers if not answer.ok]
         assert len(failed) == 4

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.forked_starts import trainer_python
@@ -45,17 +46,9 @@ def test_results_and_errors_come_back():
 
 
 def test_one_loop_for_all_threads_which_does_not_hold_the_process_up():
-    loops = []
-    threads = [
-        threading.Thread(target=lambda: loops.append(run_sync(where())))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert set(loops) == {get_loop()}
-    assert len(loops) == 8
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lambda: run_sync(where())) for _ in range(8)]
+    assert {call.result(60) for call in calls} == {get_loop()}
     (thread,) = [t for t in threading.enumerate() if t.name == "torchrl_sglang-loop"]
     assert thread.daemon
 
@@ -82,16 +75,9 @@ def test_loops_that_come_and_go_get_their_results():
     async def many() -> int:
         return sum(await asyncio.gather(*(run_async(add(i, 0)) for i in range(200))))
 
-    sums = []
-    threads = [
-        threading.Thread(target=lambda: sums.append(asyncio.run(many())))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sums == [sum(range(200))] * 8
+    with ThreadPoolExecutor(8) as pool:
+        calls = [pool.submit(lambda: asyncio.run(many())) for _ in range(8)]
+    assert [call.result(60) for call in calls] == [sum(range(200))] * 8
 
 
 def test_a_cancelled_caller_cancels_its_coroutine():
