@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
+from helpers.fake_server import FakeServer
 
 from torchrl_sglang.types import ServerCapabilities
 
@@ -16,6 +18,18 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def start_fakes(tiny_model_path: str) -> Iterator[Callable[..., list[FakeServer]]]:
+    """Starts several fake servers with the same arguments."""
+    with ExitStack() as stack:
+
+        def start(count: int, **arguments: object) -> list[FakeServer]:
+            servers = [FakeServer(tiny_model_path, **arguments) for _ in range(count)]
+            return [stack.enter_context(server) for server in servers]
+
+        yield start
 
 
 @pytest.fixture

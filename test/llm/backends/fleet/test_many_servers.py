@@ -30,9 +30,8 @@ REFUSED = {"max_new_tokens": 4, "stop": [f"stop {i}" for i in range(33)]}
 
 
 @pytest.fixture
-def three(tiny_model_path):
-    with ExitStack() as stack:
-        yield [stack.enter_context(FakeServer(tiny_model_path)) for _ in range(3)]
+def three(start_fakes):
+    return start_fakes(3)
 
 
 @pytest.fixture

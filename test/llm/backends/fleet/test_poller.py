@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 from helpers.engines import Process
-from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
@@ -35,15 +34,11 @@ SHORT = {"max_new_tokens": 4}
 
 
 @pytest.fixture
-def three(tiny_model_path):
-    with ExitStack() as stack:
-        servers = [
-            stack.enter_context(FakeServer(tiny_model_path, enable_lora=True))
-            for _ in range(3)
-        ]
-        for server in servers:
-            server.weight_version = "5"
-        yield servers
+def three(start_fakes):
+    servers = start_fakes(3, enable_lora=True)
+    for server in servers:
+        server.weight_version = "5"
+    return servers
 
 
 @pytest.fixture
@@ -52,16 +47,12 @@ def engine(three):
         yield engine
 
 
-def states(engine) -> list[str]:
-    return states_of(engine)
-
-
 def watches(engine) -> bool:
     """Whether the engine still looks at its servers now and then."""
     return not engine._supervisor._tasks["watch"].done()
 
 
-def states_of(fleet) -> list[str]:
+def states(fleet) -> list[str]:
     return [replica.state for replica in fleet.replicas]
 
 
@@ -481,7 +472,7 @@ def test_an_owner_does_not_restart_a_server_that_another_engine_paused(three):
                 times=WatchTimes(progress=0.1),
             )
             server.wait_for("/ready", 3)
-            assert (process.state, states_of(fleet)) == ("ready", ["serving"])
+            assert (process.state, states(fleet)) == ("ready", ["serving"])
             server.paused = False
             wait_until(lambda: process.state == "stopped")
         supervisor.stop()

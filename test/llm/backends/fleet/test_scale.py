@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
@@ -29,12 +28,8 @@ BENCHMARK = Path(__file__).parents[4] / "benchmarks" / "fleet_scale.py"
 
 
 @pytest.fixture
-def servers(request, tiny_model_path):
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(FakeServer(tiny_model_path, enable_lora=True))
-            for _ in range(request.param)
-        ]
+def servers(request, start_fakes):
+    return start_fakes(request.param, enable_lora=True)
 
 
 @pytest.fixture

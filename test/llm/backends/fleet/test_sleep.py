@@ -14,7 +14,6 @@ import pickle
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -369,12 +368,8 @@ def test_a_server_whose_start_ends_while_others_sleep():
 
 
 @pytest.fixture
-def two(tiny_model_path):
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(FakeServer(tiny_model_path, enable_memory_saver=True))
-            for _ in range(2)
-        ]
+def two(start_fakes):
+    return start_fakes(2, enable_memory_saver=True)
 
 
 @pytest.fixture

@@ -617,7 +617,7 @@ BEYOND_OPENAI = {
 
 
 @pytest.fixture
-def served(tiny_model_path) -> Iterator[tuple[AsyncSGLang, list[FakeServer]]]:
+def served(start_fakes) -> Iterator[tuple[AsyncSGLang, list[FakeServer]]]:
     """An engine of two servers behind a true router, which answer chats."""
 
     def chat(content: Any) -> web.Response:
@@ -628,7 +628,7 @@ def served(tiny_model_path) -> Iterator[tuple[AsyncSGLang, list[FakeServer]]]:
         return web.json_response({"object": "chat.completion", "choices": [choice]})
 
     with ExitStack() as stack:
-        servers = [stack.enter_context(FakeServer(tiny_model_path)) for _ in range(2)]
+        servers = start_fakes(2)
         for server in servers:
             server.routes["/v1/chat/completions"] = chat
             server.routes["/v1/completions"] = chat

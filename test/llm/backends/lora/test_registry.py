@@ -6,12 +6,10 @@ import os
 import pickle
 import signal
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 import torch
 from helpers.adapters import adapter_from_model
-from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
@@ -555,12 +553,8 @@ def test_a_server_that_was_started_again_gets_its_adapters(engine_to_kill, peft_
 
 
 @pytest.fixture
-def two(tiny_model_path):
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(FakeServer(tiny_model_path, enable_lora=True))
-            for _ in range(2)
-        ]
+def two(start_fakes):
+    return start_fakes(2, enable_lora=True)
 
 
 @pytest.fixture
