@@ -19,12 +19,7 @@ from helpers.samplers import expected
 from tensordict import TensorDict, lazy_stack
 from torchrl.modules.llm.policies import Tokens
 
-from torchrl_sglang import (
-    AsyncSGLang,
-    Gateway,
-    SGLangWeightSyncScheme,
-    SGLangWrapper,
-)
+from torchrl_sglang import AsyncSGLang, Gateway, SGLangWeightSyncScheme, SGLangWrapper
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.objectives.support import warn_of_sampling
 
@@ -179,10 +174,7 @@ def test_changed_logits(engine, hf_model, name):
 def test_refused(engine, options, error, words):
     with pytest.raises(error, match=words):
         engine.generate(
-            input_ids=[5, 6],
-            return_logprobs=True,
-            logprobs_mode="behaviour",
-            **options,
+            input_ids=[5, 6], return_logprobs=True, logprobs_mode="behaviour", **options
         )
 
 

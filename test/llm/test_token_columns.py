@@ -238,12 +238,7 @@ def test_an_abort(engine, hf_model):
 def test_the_sampler_s_support(engine, hf_model, tmp_path):
     """Of each token, the set that Hugging Face's top-k and top-p would keep."""
     prompt, temperature, top_p, top_k = [5, 6, 7, 8], 0.7, 0.8, 40
-    params = {
-        **PARAMS,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-    }
+    params = {**PARAMS, "temperature": temperature, "top_p": top_p, "top_k": top_k}
     with pytest.raises(UnsupportedByServerError, match="top_k=-1 leaves more .* 1 to"):
         engine.generate(
             input_ids=prompt,

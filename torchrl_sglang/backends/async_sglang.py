@@ -18,10 +18,7 @@ from typing import Any, Literal, Self
 
 import torch
 
-from torchrl_sglang.backends.client.capabilities import (
-    check_takes_weights,
-    find_out,
-)
+from torchrl_sglang.backends.client.capabilities import check_takes_weights, find_out
 from torchrl_sglang.backends.client.control import ControlPlane
 from torchrl_sglang.backends.client.http import HttpClient, limit_in_flight
 from torchrl_sglang.backends.client.model_info import ModelReader, ServedModel
@@ -209,12 +206,7 @@ class AsyncSGLang(TorchRLCalls):
             # reference, its servers end.
             progress=lambda: (counters.in_flight, counters.completed),
             recall=weakly(in_flight.recall),
-            poller=ServerPoller(
-                self._http,
-                self.capabilities,
-                adapter_calls,
-                find,
-            ),
+            poller=ServerPoller(self._http, self.capabilities, adapter_calls, find),
             max_restarts=self._settings.max_restarts,
             times=WatchTimes(progress=self._settings.progress_timeout),
         )
@@ -485,11 +477,7 @@ class AsyncSGLang(TorchRLCalls):
     ) -> Self:
         trusted = settings.trust_remote_code
         find = partial(
-            find_out,
-            http,
-            model=model,
-            trust_remote_code=trusted,
-            reader=ModelReader(),
+            find_out, http, model=model, trust_remote_code=trusted, reader=ModelReader()
         )
         try:
             capabilities = run_sync(discover(fleet, find))

@@ -20,11 +20,7 @@ from torchrl_sglang.errors import (
     UnsupportedByServerError,
     WeightSyncStateError,
 )
-from torchrl_sglang.support.checks import (
-    check_count,
-    check_port,
-    check_seconds,
-)
+from torchrl_sglang.support.checks import check_count, check_port, check_seconds
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion

@@ -10,11 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias, get_args
 
 from torchrl_sglang.errors import ConfigurationError, SGLangError
-from torchrl_sglang.requests.sampling import (
-    SAMPLING_ALIASES,
-    SAMPLING_PARAMETERS,
-    hint,
-)
+from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 from torchrl_sglang.requests.token_columns import TokenColumn, find_columns
 from torchrl_sglang.support.checks import (
     check_flag,

@@ -22,11 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
-from torchrl_sglang.requests.sampling import (
-    GREEDY_TEMPERATURE,
-    hint,
-    temperature_of,
-)
+from torchrl_sglang.requests.sampling import GREEDY_TEMPERATURE, hint, temperature_of
 from torchrl_sglang.types import LogProbsMode, ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]

@@ -22,11 +22,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
-from torchrl_sglang.support.user_code import (
-    CallTimeoutError,
-    await_user,
-    describe,
-)
+from torchrl_sglang.support.user_code import CallTimeoutError, await_user, describe
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -78,9 +78,7 @@ _TO_SLEEP: Mapping[str, tuple[Any, ...]] = {
 a release without effect; with other values, it can end."""
 
 
-def sleep_obstacles(
-    args: ServerArgs,
-) -> Iterator[tuple[str, Any, Any]]:
+def sleep_obstacles(args: ServerArgs) -> Iterator[tuple[str, Any, Any]]:
     """Yields (name, value, required value) of arguments in conflict with sleep."""
     for name, allowed in _TO_SLEEP.items():
         value = getattr(args, name)

@@ -26,12 +26,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import (
-    DraftUpdate,
-    PauseMode,
-    ServerCapabilities,
-    WeightRoute,
-)
+from torchrl_sglang.types import DraftUpdate, PauseMode, ServerCapabilities, WeightRoute
 
 CONTROL_TIMEOUT_SECONDS = 60.0
 """Default timeout of a control call."""

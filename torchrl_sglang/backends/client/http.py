@@ -315,8 +315,7 @@ class HttpClient:
             except TimeoutError:
                 if given_up.expired():
                     raise ServerUnavailableError(
-                        f"{method} {url} failed: the server is gone.",
-                        transient=True,
+                        f"{method} {url} failed: the server is gone.", transient=True
                     ) from None
                 raise ServerTimeoutError(
                     f"{method} {url} had no answer within "

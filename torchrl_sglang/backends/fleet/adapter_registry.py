@@ -15,10 +15,7 @@ from dataclasses import replace
 from itertools import chain
 
 from torchrl_sglang.backends.client.control import ControlPlane
-from torchrl_sglang.backends.fleet.adapter_calls import (
-    UNLOAD_SECONDS,
-    AdapterCalls,
-)
+from torchrl_sglang.backends.fleet.adapter_calls import UNLOAD_SECONDS, AdapterCalls
 from torchrl_sglang.backends.fleet.adapter_events import (
     LOAD_SECONDS,
     AdapterGivenUp,
@@ -26,11 +23,7 @@ from torchrl_sglang.backends.fleet.adapter_events import (
     AdapterUnwanted,
     AdapterUsed,
 )
-from torchrl_sglang.backends.fleet.adapters import (
-    AdapterState,
-    DesiredAdapter,
-    Loading,
-)
+from torchrl_sglang.backends.fleet.adapters import AdapterState, DesiredAdapter, Loading
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.state import FleetState
 from torchrl_sglang.backends.lora.names import (

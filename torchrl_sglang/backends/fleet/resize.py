@@ -27,11 +27,7 @@ from torchrl_sglang.backends.fleet.resize_events import (
     Left,
     check_can_join,
 )
-from torchrl_sglang.errors import (
-    ConfigurationError,
-    ServerTimeoutError,
-    SGLangError,
-)
+from torchrl_sglang.errors import ConfigurationError, ServerTimeoutError, SGLangError
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.log import torchrl_logger

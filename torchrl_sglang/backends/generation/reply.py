@@ -359,9 +359,7 @@ class _Reader:
             )
         return entries
 
-    def _read_columns(
-        self,
-    ) -> tuple[dict[str, TokenValues], dict[str, TokenValues]]:
+    def _read_columns(self) -> tuple[dict[str, TokenValues], dict[str, TokenValues]]:
         """Returns the columns of the response and of the prompt."""
         request, capabilities = self._request, self._plan.capabilities
         length = len(self._token_ids)
@@ -480,8 +478,7 @@ def _abort_error(reason: FinishReason, length: int, server: str) -> SGLangError:
         length, status = 0, None
     if status is not None and 400 <= status < 500:
         return RequestRefusedError(
-            f"{server} refused the request (HTTP {status}): {message}",
-            status=status,
+            f"{server} refused the request (HTTP {status}): {message}", status=status
         )
     if status is not None and status >= 500:
         # An answer that is not streamed has this status as its own.

@@ -25,15 +25,7 @@ QUANTIZATION: Mapping[str, Any] = {
 }
 """Entry of a model's configuration, as in the checkpoints of DeepSeek-V3."""
 
-FAMILIES = (
-    "llama",
-    "mistral",
-    "mixtral",
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-)
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` whose linear layers the encoding supports."""
 
 _SET = ("quantization", "load_format")

@@ -10,11 +10,7 @@ from typing import Any
 
 from yarl import URL
 
-from torchrl_sglang.backends.fleet.replica import (
-    Location,
-    ServerHandle,
-    stop_all,
-)
+from torchrl_sglang.backends.fleet.replica import Location, ServerHandle, stop_all
 from torchrl_sglang.backends.launch.gpus import (
     VISIBLE_DEVICES,
     assign_devices,

@@ -87,11 +87,7 @@ def test_both_answer_as_one_does(engine, session_engine):
 
 
 @pytest.mark.parametrize(
-    "params",
-    [
-        {**GREEDY, "logit_bias": {"20": 1e3}},
-        {**GREEDY, "stop_regex": "[a-m]"},
-    ],
+    "params", [{**GREEDY, "logit_bias": {"20": 1e3}}, {**GREEDY, "stop_regex": "[a-m]"}]
 )
 def test_arguments_that_a_router_would_drop_arrive(engine, session_engine, params):
     params = {**params, "ignore_eos": False}

@@ -62,10 +62,7 @@ def test_the_others_are_polled_once_for_all_that_come_back(engine, servers):
     for server in away:
         server.die()
     engine.look_at_servers()
-    assert [r.state for r in engine.replicas] == [
-        *["down"] * 3,
-        *["serving"] * 3,
-    ]
+    assert [r.state for r in engine.replicas] == [*["down"] * 3, *["serving"] * 3]
     before = count(others, "/model_info")
     for server in away:
         server.restart()

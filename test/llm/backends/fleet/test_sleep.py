@@ -457,10 +457,7 @@ def test_one_server_wants_no_update_of_the_other_half(two, pair):
         pytest.raises(ServerUnavailableError, match="1 of 2"),
     ):
         pair.sleep("weights")
-    with (
-        pytest.raises(WeightSyncStateError, match="wake_up"),
-        pair.weight_update(),
-    ):
+    with pytest.raises(WeightSyncStateError, match="wake_up"), pair.weight_update():
         pass
     pair.wake_up()
     with pytest.raises(WeightSyncStateError, match="send the weights"):

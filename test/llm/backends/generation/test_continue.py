@@ -160,12 +160,7 @@ def test_many_updates(older, engine):
     ]
     partial = caught.value.partial
     assert len(partial.token_ids) == 10
-    assert spans(partial) == [
-        ("default", 0, 3),
-        ("1", 3, 6),
-        ("2", 6, 9),
-        ("3", 9, 10),
-    ]
+    assert spans(partial) == [("default", 0, 3), ("1", 3, 6), ("2", 6, 9), ("3", 9, 10)]
 
 
 @pytest.mark.parametrize(
@@ -453,7 +448,4 @@ def test_a_full_server_is_asked_again(older, engine, length):
 def test_short_responses_are_not_streamed(older, engine):
     engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 128})
     engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 129})
-    assert [payload.get("stream") for payload in older.payloads()] == [
-        None,
-        True,
-    ]
+    assert [payload.get("stream") for payload in older.payloads()] == [None, True]

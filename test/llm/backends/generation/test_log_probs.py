@@ -6,17 +6,10 @@ import dataclasses
 import math
 
 import pytest
-from helpers.fake_server import (
-    LOG_PROB,
-    SAMPLING_LOG_PROB,
-    FakeServer,
-)
+from helpers.fake_server import LOG_PROB, SAMPLING_LOG_PROB, FakeServer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.backends.generation.log_probs import (
-    is_unscaled,
-    with_scores,
-)
+from torchrl_sglang.backends.generation.log_probs import is_unscaled, with_scores
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,

@@ -12,10 +12,7 @@ from torchrl_sglang.errors import (
     ServerUnavailableError,
 )
 
-ROUTES = {
-    "/v1/chat/completions": "chat_completion",
-    "/v1/completions": "completion",
-}
+ROUTES = {"/v1/chat/completions": "chat_completion", "/v1/completions": "completion"}
 EVERY_ROUTE = pytest.mark.parametrize("path", ROUTES)
 
 

@@ -22,10 +22,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.plan import check_prompt, plan_request
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.sampling import (
-    SAMPLING_PARAMETERS,
-    check_sampling_params,
-)
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS, check_sampling_params
 from torchrl_sglang.types import VersionSpan
 
 GRAMMARS = {"regex": "a+", "json_schema": "{}", "ebnf": "root", "structural_tag": "{}"}

@@ -8,11 +8,7 @@ import pytest
 
 from torchrl_sglang.requests.plan import plan_request
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.resume import (
-    ended,
-    join_completions,
-    resume_request,
-)
+from torchrl_sglang.requests.resume import ended, join_completions, resume_request
 from torchrl_sglang.types import Completion, VersionSpan
 
 

@@ -9,10 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_sglang.backends.launch import cpu
-from torchrl_sglang.backends.launch.cuda_graphs import (
-    gpu_memory,
-    graph_arguments,
-)
+from torchrl_sglang.backends.launch.cuda_graphs import gpu_memory, graph_arguments
 from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.cli.doctor.machine import read_gpus
 

@@ -89,10 +89,7 @@ def test_the_trainer_is_confined_itself():
         ({"num_replicas": 2, "cuda_devices": [1, 1]}, ["twice", "groups"]),
         ({"num_replicas": 2, "cuda_devices": [[1], 2]}, ["[1] is not a GPU"]),
         ({"num_replicas": 2, "cuda_devices": [[1, 2], [3]]}, ["2 groups of 1"]),
-        (
-            {"num_replicas": 1, "size": 2, "cuda_devices": [[1, 1]]},
-            ["one twice"],
-        ),
+        ({"num_replicas": 1, "size": 2, "cuda_devices": [[1, 1]]}, ["one twice"]),
     ],
 )
 def test_groups_that_cannot_be(arguments, words):

@@ -54,10 +54,7 @@ def on_ray(specs: Sequence[dict[str, Any]], *, start_timeout: float) -> RayServe
     )
 
 
-LAUNCHERS: dict[str, Callable[..., Launcher]] = {
-    "local": LocalLauncher,
-    "ray": on_ray,
-}
+LAUNCHERS: dict[str, Callable[..., Launcher]] = {"local": LocalLauncher, "ray": on_ray}
 """Every launcher, called with the arguments of each server and ``start_timeout``."""
 
 MakeLauncher = Callable[..., Launcher]

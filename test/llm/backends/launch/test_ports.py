@@ -137,11 +137,7 @@ SEED = "remote_instance_weight_loader_start_seed_via_transfer_engine"
             {"SGLANG_ENABLE_GRPC": "1"},
             {"nccl_port": None, "SGLANG_ENABLE_GRPC": 34_000},
         ),
-        (
-            {SEED: True},
-            {},
-            {"nccl_port": None, "engine_info_bootstrap_port": None},
-        ),
+        ({SEED: True}, {}, {"nccl_port": None, "engine_info_bootstrap_port": None}),
     ],
 )
 def test_what_a_server_opens(arguments, environment, held):

@@ -45,9 +45,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.requests.plan import plan_request
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.sampling import (
-    SAMPLING_PARAMETERS,
-)
+from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 from torchrl_sglang.support.event_loop import run_sync
 
 SECONDS = 60.0

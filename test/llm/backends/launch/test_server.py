@@ -35,11 +35,7 @@ from torchrl_sglang.backends.launch.process import (
 )
 from torchrl_sglang.backends.launch.server_command import make_server_command
 from torchrl_sglang.backends.launch.watchdog import descendants, is_alive
-from torchrl_sglang.errors import (
-    ConfigurationError,
-    ServerDiedError,
-    ServerStartError,
-)
+from torchrl_sglang.errors import ConfigurationError, ServerDiedError, ServerStartError
 from torchrl_sglang.support.event_loop import run_sync
 
 SECONDS = 60.0

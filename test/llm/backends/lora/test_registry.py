@@ -465,9 +465,7 @@ def test_copies_of_the_engine_notice_that_theirs_was_dropped(
             model = peft_models.make(seed)
             load(lora_engine, "policy", model, version=str(seed), default=True)
             for engine in (copy, other):
-                wait_until(
-                    lambda e=engine, v=str(seed): ask(e).adapter_version == v,
-                )
+                wait_until(lambda e=engine, v=str(seed): ask(e).adapter_version == v)
             # The older one lingers when both are dropped.
             assert len(held(lora_engine)) == 2 - (seed == 36)
         lora_engine.unload_adapter("policy")
