@@ -107,7 +107,6 @@ class Fleet:
 
     @property
     def state(self) -> FleetState:
-        """Current state of the servers."""
         return self._state
 
     def apply(self, event: Event) -> Sequence[Action]:
@@ -163,37 +162,30 @@ class Fleet:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """The servers, in the order of their ranks."""
         return self._state.replicas
 
     @property
     def weights(self) -> ServedWeights:
-        """Version and consistency of the weights."""
         return self._state.weights
 
     @property
     def membership_epoch(self) -> int:
-        """Grows when a server joins or leaves."""
         return self._state.weights.membership_epoch
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Running servers; in a weight update, the running servers at its begin."""
         return self._state.urls
 
     @property
     def serving(self) -> tuple[str, ...]:
-        """Servers in rotation."""
         return self._state.serving
 
     @property
     def asleep(self) -> frozenset[str]:
-        """Kinds of released memory."""
         return self._state.asleep
 
     @property
     def paused(self) -> bool:
-        """Whether this engine object paused generation."""
         return self._state.paused
 
     @paused.setter

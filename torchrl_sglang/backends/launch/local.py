@@ -59,7 +59,6 @@ class LocalPlacement:
         parallel: ParallelStart,
         cuda_devices: Sequence[Any] | None,
     ) -> LocalLauncher:
-        """Checks the arguments of servers, and starts none."""
         return LocalLauncher(
             replica_specs(num_replicas, spec, cuda_devices=cuda_devices),
             start_timeout=start_timeout,
@@ -236,7 +235,6 @@ class LocalLauncher(Launcher):
             command.release()
 
     def start(self, rank: int) -> ServerProcess:
-        """Begins to start a server; does not wait until it is ready."""
         return self._run(rank, self._commands.pop(rank))
 
     def restart(self, rank: int) -> ServerProcess:
@@ -253,7 +251,6 @@ class LocalLauncher(Launcher):
         )
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases the ports of unstarted servers."""
         try:
             stop_all(servers)
         finally:
@@ -263,7 +260,6 @@ class LocalLauncher(Launcher):
                 self._directory.end()
 
     def where(self, rank: int) -> Location:
-        """Returns where a server runs."""
         gpus, visible = find_gpus(self._specs[rank])
         return Location(host=socket.gethostname(), gpus=gpus, visible_gpus=visible)
 

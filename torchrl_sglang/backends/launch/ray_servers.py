@@ -181,13 +181,11 @@ class RayServers(Launcher):
                 time.sleep(READY_POLL_SECONDS)
 
     def start(self, rank: int) -> RayServer:
-        """Begins to start a server; does not wait until it is ready."""
         server = self._servers[rank]
         server.begin()
         return server
 
     def restart(self, rank: int) -> RayServer:
-        """Begins to restart an ended server, perhaps on another node."""
         replaced = self._servers[rank]
         # The reserved resources go to the new server.
         replaced.stop()
@@ -196,7 +194,6 @@ class RayServers(Launcher):
         return server
 
     def stop(self, servers: Iterable[ServerHandle]) -> None:
-        """Stops servers, and releases all their reservations."""
         try:
             stop_all({*servers, *self._servers})
         finally:
@@ -205,7 +202,6 @@ class RayServers(Launcher):
                 release()
 
     def where(self, rank: int) -> Location:
-        """Returns where a server runs."""
         return self._servers[rank].location
 
     def add(self, count: int, *, cuda_devices: Sequence[Any] | None = None) -> range:
@@ -302,7 +298,6 @@ class RayServer:
 
     @property
     def state(self) -> str:
-        """``"starting"``, ``"ready"``, ``"dead"`` (it ended) or ``"stopped"``."""
         if self._stopped:
             return "stopped"
         if any(end.done() for end in self._ended) or not is_connected():
@@ -311,7 +306,6 @@ class RayServer:
 
     @property
     def age(self) -> float:
-        """Seconds since the start."""
         return 0.0 if self._begun is None else time.monotonic() - self._begun
 
     def begin(self) -> None:
@@ -326,13 +320,11 @@ class RayServer:
         return self._prepared
 
     def check_ready(self) -> bool:
-        """Returns whether the server serves; raises if it never will."""
         if not self._ready:
             self._advance()
         return self._ready
 
     def wait_ready(self) -> None:
-        """Waits until the server serves; else stops it and raises ServerStartError."""
         try:
             while not self.check_ready():
                 time.sleep(READY_POLL_SECONDS)
@@ -462,7 +454,6 @@ class RayServer:
             yield
 
     def log_tail(self, lines: int = 30) -> str:
-        """Returns the last lines of its log, from its node."""
         for end in self._ended:
             if end.done():
                 try:
@@ -478,13 +469,11 @@ class RayServer:
         return text
 
     def request_stop(self) -> None:
-        """Begins to stop it; does not wait."""
         if self._stopping or not self.placed or not is_connected():
             return
         self._stopping = [_call(host, "stop") for host in self._hosts]
 
     def stop(self) -> None:
-        """Stops the server and waits for its end; its GPUs are free then."""
         if self._stopped:
             return
         self.request_stop()
