@@ -86,13 +86,13 @@ SETTINGS = {
 }
 
 METHODS: dict[str, RolloutCorrectionConfig | None] = {
-    "not corrected": RolloutCorrectionConfig.disabled(),
+    "not corrected": RolloutCorrectionConfig.preset("disabled"),
     "GRPOLoss alone": None,
     "sequence masking": RolloutCorrectionConfig(
         rollout_is=None, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"
     ),
-    "IcePop": RolloutCorrectionConfig.decoupled_token_icepop(),
-    "token TIS": RolloutCorrectionConfig.decoupled_token_is(),
+    "IcePop": RolloutCorrectionConfig.preset("decoupled_token_icepop"),
+    "token TIS": RolloutCorrectionConfig.preset("decoupled_token_is"),
 }
 """Label -> correction; None gives the loss the batch as the engine made it."""
 

@@ -10,7 +10,7 @@ them; ``sampling.py`` does so for TorchRL's losses.
 
 A method of correction is a formula, an argument of
 ``config.py::RolloutCorrectionConfig`` and its use in ``correct.py::correct``; a preset
-is a class method of that class, and an advantage a row of
+is a row of ``config.py::PRESETS``, and an advantage a row of
 ``advantages.py::ADVANTAGES``. Routed experts of a family of models are found by
 ``routers.py::find_routers``; ``packing.py::why_padded`` and ``attention.py`` decide
 whether a model reads several sequences in one row.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -58,8 +58,8 @@ class RolloutCorrectionConfig:
     mode the loss clips the ratio of the last two and the first gap is corrected by
     weights and masks. In bypass mode the old policy is the rollout policy.
 
-    :class:`.OffPolicyCorrection` applies a configuration. The class methods are verl's
-    presets: a preset's name can be given instead of a configuration.
+    :class:`.OffPolicyCorrection` applies a configuration. The name of a preset can be
+    given instead of a configuration.
 
     Args:
         rollout_is: level of the importance weights: ``"token"``, ``"sequence"`` or
@@ -99,8 +99,11 @@ class RolloutCorrectionConfig:
         ConfigurationError: if a value is invalid.
 
     Examples:
-        >>> RolloutCorrectionConfig.decoupled_geo_rs_token_tis().rollout_rs
-        'seq_mean_k1'
+        >>> preset = RolloutCorrectionConfig.preset(
+        ...     "decoupled_geo_rs_token_tis", rollout_is_threshold=3.0
+        ... )
+        >>> preset.rollout_rs, preset.weight_bounds
+        ('seq_mean_k1', (None, 3.0))
         >>> config = RolloutCorrectionConfig(
         ...     rollout_is="token", rollout_rs="token_k3", rollout_rs_threshold=0.1
         ... )
@@ -203,203 +206,58 @@ class RolloutCorrectionConfig:
         return self.max_staleness is not None or self.proximal == "interpolated"
 
     @classmethod
-    def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Three policies, token weights truncated at ``threshold``."""
-        return cls(rollout_is="token", rollout_is_threshold=threshold)
+    def preset(cls, name: str, **changes: Any) -> RolloutCorrectionConfig:
+        """Returns a preset, with other values of some arguments.
 
-    @classmethod
-    def decoupled_seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Three policies, sequence weights truncated at ``threshold``."""
-        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
+        Args:
+            name: key of ``PRESETS``.
+            **changes: arguments of this class.
 
-    @classmethod
-    def decoupled_token_icepop(
-        cls, threshold: float = 5.0, threshold_lower: float = 0.5
-    ) -> RolloutCorrectionConfig:
-        """Three policies, token weights, zero out of range."""
-        bounds = (threshold_lower, threshold)
-        return cls(rollout_is="token", rollout_is_threshold=bounds)
-
-    @classmethod
-    def decoupled_seq_is_rs(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.5_2.0"
-    ) -> RolloutCorrectionConfig:
-        """Three policies, masked importance sampling of sequences."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_sum_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def decoupled_geo_rs(
-        cls, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """Three policies, rejection by the geometric mean of the ratios."""
-        return cls(
-            rollout_is=None, rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold
-        )
-
-    @classmethod
-    def decoupled_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """``decoupled_geo_rs`` with truncated sequence weights."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def decoupled_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """``decoupled_geo_rs`` with truncated token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
-        """Three policies, rejection by the mean k3 divergence."""
-        return cls(
-            rollout_is=None, rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold
-        )
-
-    @classmethod
-    def decoupled_k3_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
-    ) -> RolloutCorrectionConfig:
-        """``decoupled_k3_rs`` with truncated sequence weights."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k3",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def decoupled_k3_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
-    ) -> RolloutCorrectionConfig:
-        """``decoupled_k3_rs`` with truncated token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k3",
-            rollout_rs_threshold=rs_threshold,
-        )
-
-    @classmethod
-    def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
-        """Two policies: PPO's clipping alone, as in TorchRL's losses."""
-        return cls(rollout_is=None, bypass_mode=True)
-
-    @classmethod
-    def bypass_ppo_clip_geo_rs(
-        cls, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """Two policies, clipping, rejection by the geometric mean of the ratios."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-        )
-
-    @classmethod
-    def bypass_ppo_clip_k3_rs(
-        cls, rs_threshold: float = 0.01
-    ) -> RolloutCorrectionConfig:
-        """Two policies, clipping, rejection by the mean k3 divergence."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="seq_mean_k3",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-        )
-
-    @classmethod
-    def bypass_pg_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
-        """Two policies, REINFORCE with truncated sequence weights."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_token_icepop(
-        cls, threshold: float = 5.0, threshold_lower: float = 0.5
-    ) -> RolloutCorrectionConfig:
-        """Two policies, REINFORCE with token weights, zero out of range."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=(threshold_lower, threshold),
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs(
-        cls, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """Two policies, REINFORCE, rejection by the geometric mean of the ratios."""
-        return cls(
-            rollout_is=None,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_seq_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """``bypass_pg_geo_rs`` with truncated sequence weights."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def bypass_pg_geo_rs_token_tis(
-        cls, is_threshold: float = 2.0, rs_threshold: Threshold = "0.999_1.001"
-    ) -> RolloutCorrectionConfig:
-        """``bypass_pg_geo_rs`` with truncated token weights."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-            bypass_mode=True,
-            loss_type="reinforce",
-        )
-
-    @classmethod
-    def disabled(cls) -> RolloutCorrectionConfig:
-        """Three policies, nothing corrected: for the metrics alone."""
-        return cls(rollout_is=None)
+        Raises:
+            ConfigurationError: if there is no such preset, or a value is invalid.
+        """
+        if name not in PRESETS:
+            guess = nearest(name, PRESETS)
+            hint = f"did you mean {guess!r}?" if guess else f"presets: {list(PRESETS)}."
+            raise ConfigurationError(
+                f"{name!r} is not a preset of a correction; {hint}"
+            )
+        return cls(**{**PRESETS[name], **changes})
 
 
-PRESETS: dict[str, Callable[..., RolloutCorrectionConfig]] = {
-    name: getattr(RolloutCorrectionConfig, name)
-    for name, value in vars(RolloutCorrectionConfig).items()
-    if isinstance(value, classmethod)
+_NO_WEIGHTS = {"rollout_is": None}
+_TOKEN_TIS = {"rollout_is": "token"}
+_SEQUENCE_TIS = {"rollout_is": "sequence"}
+_TOKEN_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": (0.5, 5.0)}
+_PRODUCT = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+_GEOMETRIC_MEAN = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_CLIP = {"bypass_mode": True}
+_REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "decoupled_token_is": _TOKEN_TIS,
+    "decoupled_seq_is": _SEQUENCE_TIS,
+    "decoupled_token_icepop": _TOKEN_ICEPOP,
+    "decoupled_seq_is_rs": {**_SEQUENCE_TIS, **_PRODUCT},
+    "decoupled_geo_rs": {**_NO_WEIGHTS, **_GEOMETRIC_MEAN},
+    "decoupled_geo_rs_seq_tis": {**_SEQUENCE_TIS, **_GEOMETRIC_MEAN},
+    "decoupled_geo_rs_token_tis": {**_TOKEN_TIS, **_GEOMETRIC_MEAN},
+    "decoupled_k3_rs": {**_NO_WEIGHTS, **_K3},
+    "decoupled_k3_rs_seq_tis": {**_SEQUENCE_TIS, **_K3},
+    "decoupled_k3_rs_token_tis": {**_TOKEN_TIS, **_K3},
+    "bypass_ppo_clip": {**_CLIP, **_NO_WEIGHTS},
+    "bypass_ppo_clip_geo_rs": {**_CLIP, **_NO_WEIGHTS, **_GEOMETRIC_MEAN},
+    "bypass_ppo_clip_k3_rs": {**_CLIP, **_NO_WEIGHTS, **_K3},
+    "bypass_pg_is": {**_REINFORCE, **_SEQUENCE_TIS},
+    "bypass_pg_token_icepop": {**_REINFORCE, **_TOKEN_ICEPOP},
+    "bypass_pg_geo_rs": {**_REINFORCE, **_NO_WEIGHTS, **_GEOMETRIC_MEAN},
+    "bypass_pg_geo_rs_seq_tis": {**_REINFORCE, **_SEQUENCE_TIS, **_GEOMETRIC_MEAN},
+    "bypass_pg_geo_rs_token_tis": {**_REINFORCE, **_TOKEN_TIS, **_GEOMETRIC_MEAN},
+    # Nothing is corrected: for the metrics alone.
+    "disabled": _NO_WEIGHTS,
 }
-"""Name of a preset -> constructor of its configuration."""
+"""verl's name of a preset -> arguments of its configuration."""
 
 
 def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
@@ -415,12 +273,8 @@ def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
     """
     if isinstance(value, RolloutCorrectionConfig):
         return value
-    if isinstance(value, str) and value in PRESETS:
-        return PRESETS[value]()
     if isinstance(value, str):
-        guess = nearest(value, PRESETS)
-        hint = f"did you mean {guess!r}?" if guess else f"presets: {sorted(PRESETS)}."
-        raise ConfigurationError(f"{value!r} is not a preset of a correction; {hint}")
+        return RolloutCorrectionConfig.preset(value)
     raise ConfigurationError(
         f"A correction is a RolloutCorrectionConfig or the name of a preset, got "
         f"{value!r}."

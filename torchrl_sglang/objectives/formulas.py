@@ -63,11 +63,6 @@ def masked_max(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return selected.amax() if dim is None else selected.amax(dim)
 
 
-def masked_min(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Smallest value of the mask; infinity where the mask is empty."""
-    return -masked_max(-values, mask, dim)
-
-
 def importance_weights(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     r"""Importance weights of tokens, or of sequences.
 
@@ -122,32 +117,6 @@ def truncate(weights: Tensor, upper: float, lower: float | None = None) -> Tenso
         return weights.clamp(max=upper)
     inside = (weights >= lower) & (weights <= upper)
     return torch.where(inside, weights, 0)
-
-
-def normalize_weights(weights: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Divides the weights by their mean over tokens, or over sequences.
-
-    Args:
-        weights: ``(B, T)``, equal within a sequence at level ``"sequence"``.
-        mask: ``(B, T)``.
-        level: unit of the mean.
-
-    Returns:
-        ``(B, T)`` with mean 1; unchanged if the mean is below 1e-8.
-
-    Examples:
-        >>> weights = torch.tensor([[1.0, 1.0, 1.0], [3.0, 0.0, 0.0]])
-        >>> mask = torch.tensor([[True, True, True], [True, False, False]])
-        >>> normalize_weights(weights, mask, "sequence")[:, 0]
-        tensor([0.5000, 1.5000])
-        >>> normalize_weights(weights, mask, "token")[:, 0]
-        tensor([0.6667, 2.0000])
-    """
-    if level == "sequence":
-        mean = masked_mean(masked_mean(weights, mask, -1), mask.any(-1))
-    else:
-        mean = masked_mean(weights, mask)
-    return divide_by_mean(weights, mean)
 
 
 def divide_by_mean(weights: Tensor, mean: Tensor) -> Tensor:
@@ -274,7 +243,7 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
         >>> veto_mask(log_ratio, mask, 1e-4).tolist()
         [[False, False], [True, False]]
     """
-    smallest = masked_min(log_ratio, mask, -1).unsqueeze(-1)
+    smallest = -masked_max(-log_ratio, mask, -1).unsqueeze(-1)
     return mask & (smallest >= math.log(threshold))
 
 

@@ -1,7 +1,7 @@
 """Metrics of off-policy correction, under verl's names.
 
-Each function returns scalars on the device of its inputs, without waiting for it.
-Sequences without tokens do not count. Names lack verl's prefix ``rollout_corr/``.
+Values are scalars on the device of the inputs; nothing waits for it. Sequences without
+tokens do not count. Names lack verl's prefix ``rollout_corr/``.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from torchrl_sglang.objectives.statistics import (
     sample_deviation,
     share,
     smallest,
-    values_of,
 )
 
 
-def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, Tensor]:
+def mismatch_statistics(
+    train: Tensor, rollout: Tensor, mask: Tensor
+) -> dict[str, Statistic]:
     r"""Measures how far the trainer's policy is from the rollout policy.
 
     ``kl`` and ``k3_kl`` estimate KL(pi_rollout || pi_train) as the means of
@@ -45,17 +46,11 @@ def mismatch_metrics(train: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, 
 
     Examples:
         >>> train, rollout = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-2.0, -9.0]])
-        >>> metrics = mismatch_metrics(train, rollout, torch.tensor([[True, False]]))
-        >>> metrics["kl"], metrics["log_ppl_diff"]
+        >>> mask = torch.tensor([[True, False]])
+        >>> metrics = mismatch_statistics(train, rollout, mask)
+        >>> metrics["kl"].value, metrics["log_ppl_diff"].value
         (tensor(-1.), tensor(-1.))
     """
-    return values_of(mismatch_statistics(train, rollout, mask))
-
-
-def mismatch_statistics(
-    train: Tensor, rollout: Tensor, mask: Tensor
-) -> dict[str, Statistic]:
-    """Statistics whose values are :func:`mismatch_metrics`."""
     rows = mask.any(-1)
     ratio = torch.where(mask, train - rollout, 0)
     limited = ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
@@ -80,13 +75,13 @@ def mismatch_statistics(
     }
 
 
-def weight_metrics(
+def weight_statistics(
     raw: Tensor,
     weights: Tensor,
     mask: Tensor,
     level: Level,
     bounds: tuple[float | None, float],
-) -> dict[str, Tensor]:
+) -> dict[str, Statistic]:
     r"""Describes importance weights.
 
     ``rollout_is_{mean,std}`` and ``rollout_is_eff_sample_size``, the share :math:`(E
@@ -108,23 +103,12 @@ def weight_metrics(
     Examples:
         >>> raw, mask = torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])
         >>> weights = formulas.truncate(raw, 2.0)
-        >>> metrics = weight_metrics(raw, weights, mask, "token", (None, 2.0))
-        >>> metrics["rollout_is_mean"], metrics["rollout_is_oob_ratio"]
+        >>> metrics = weight_statistics(raw, weights, mask, "token", (None, 2.0))
+        >>> metrics["rollout_is_mean"].value, metrics["rollout_is_oob_ratio"].value
         (tensor(1.5000), tensor(0.5000))
-        >>> metrics["rollout_is_eff_sample_size"]
+        >>> metrics["rollout_is_eff_sample_size"].value
         tensor(0.9000)
     """
-    return values_of(weight_statistics(raw, weights, mask, level, bounds))
-
-
-def weight_statistics(
-    raw: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    level: Level,
-    bounds: tuple[float | None, float],
-) -> dict[str, Statistic]:
-    """Statistics whose values are :func:`weight_metrics`."""
     upper = bounds[1]
     lower = 1 / upper if bounds[0] is None else bounds[0]
     rows = mask.any(-1)
@@ -151,9 +135,9 @@ def weight_statistics(
     }
 
 
-def rejection_metrics(
+def rejection_statistics(
     rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
+) -> dict[str, Statistic]:
     """Describes the tokens dropped by a criterion of rejection sampling.
 
     The names begin with ``rollout_rs_`` and the criterion's name: ``_mean``, ``_max``
@@ -166,13 +150,6 @@ def rejection_metrics(
         keep: bool ``(B, T)``: the remaining tokens.
         mask: bool ``(B, T)``; without a token every metric is finite.
     """
-    return values_of(rejection_statistics(rejection, log_ratio, keep, mask))
-
-
-def rejection_statistics(
-    rejection: Rejection, log_ratio: Tensor, keep: Tensor, mask: Tensor
-) -> dict[str, Statistic]:
-    """Statistics whose values are :func:`rejection_metrics`."""
     values = formulas.rejection_statistic(
         log_ratio, mask, rejection.aggregate, rejection.estimator
     )
@@ -194,8 +171,8 @@ def dropped_statistics(prefix: str, keep: Tensor, mask: Tensor) -> dict[str, Sta
 
     Examples:
         >>> keep, mask = torch.tensor([[True, False]]), torch.tensor([[True, True]])
-        >>> values_of(dropped_statistics("all", keep, mask))
-        {'all_masked_fraction': tensor(0.5000), 'all_seq_masked_fraction': tensor(1.)}
+        >>> dropped_statistics("all", keep, mask)["all_masked_fraction"].value
+        tensor(0.5000)
     """
     dropped = mask & ~keep
     return {

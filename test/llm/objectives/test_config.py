@@ -54,11 +54,11 @@ def test_a_name_says_what_its_preset_does(name):
 
 def test_the_defaults_are_those_of_verl():
     config = RolloutCorrectionConfig()
-    assert config == RolloutCorrectionConfig.decoupled_seq_is()
+    assert config == as_config("decoupled_seq_is")
     assert config.weight_bounds == (None, 2.0)
-    geometric = RolloutCorrectionConfig.decoupled_geo_rs().rejections[0]
+    geometric = as_config("decoupled_geo_rs").rejections[0]
     assert geometric.bounds == (0.999, 1.001)
-    assert RolloutCorrectionConfig.decoupled_token_icepop().weight_bounds == (0.5, 5.0)
+    assert as_config("decoupled_token_icepop").weight_bounds == (0.5, 5.0)
 
 
 def test_thresholds_of_several_criteria():

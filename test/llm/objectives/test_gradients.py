@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -307,16 +308,13 @@ def test_a_batch_of_which_nothing_is_kept(aggregation):
     assert not actor.logits.grad.any()
 
 
+preset = partial(RolloutCorrectionConfig.preset, rollout_rs_threshold="0.8_1.5")
 REINFORCE = {
     "bypass_pg_is": sequence_tis,
     "bypass_pg_token_icepop": icepop,
-    RolloutCorrectionConfig.bypass_pg_geo_rs("0.8_1.5"): geometric,
-    RolloutCorrectionConfig.bypass_pg_geo_rs_seq_tis(2.0, "0.8_1.5"): both(
-        sequence_tis, geometric
-    ),
-    RolloutCorrectionConfig.bypass_pg_geo_rs_token_tis(2.0, "0.8_1.5"): both(
-        tis, geometric
-    ),
+    preset("bypass_pg_geo_rs"): geometric,
+    preset("bypass_pg_geo_rs_seq_tis"): both(sequence_tis, geometric),
+    preset("bypass_pg_geo_rs_token_tis"): both(tis, geometric),
 }
 
 

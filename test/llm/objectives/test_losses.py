@@ -293,7 +293,9 @@ def test_a_batch_in_which_every_token_is_masked():
 
 IN_LOSS = {
     "k3": "bypass_ppo_clip_k3_rs",
-    "k1": RolloutCorrectionConfig.bypass_ppo_clip_geo_rs("0.8_1.5"),
+    "k1": RolloutCorrectionConfig.preset(
+        "bypass_ppo_clip_geo_rs", rollout_rs_threshold="0.8_1.5"
+    ),
     "reinforce": "bypass_pg_is",
     "IcePop": "bypass_pg_token_icepop",
     "DPPO and staleness": RolloutCorrectionConfig(

@@ -34,7 +34,9 @@ IN_LOSS = {
         bypass_mode=True,
         loss_type="reinforce",
     ),
-    "everything rejected": RolloutCorrectionConfig.bypass_ppo_clip_k3_rs(1e-12),
+    "everything rejected": RolloutCorrectionConfig.preset(
+        "bypass_ppo_clip_k3_rs", rollout_rs_threshold=1e-12
+    ),
     "staleness": RolloutCorrectionConfig(
         rollout_is="token", proximal="interpolated", max_staleness=2
     ),
