@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeAlias
 
 from torchrl_sglang.chat.declarations import known_settings
 from torchrl_sglang.chat.messages import (
@@ -50,6 +51,12 @@ NEW_CHARACTERS = 2_000
 
 ALL_CHARACTERS = 16_000
 """Most characters of a conversation for the fast path."""
+
+
+EarlierTurn: TypeAlias = tuple[Turn, int, Message | None]
+"""A turn to continue, its number of messages, and its response if it was edited."""
+
+_number = attrgetter("number")
 
 
 class RewardTarget(NamedTuple):
@@ -160,18 +167,17 @@ class Session:
             ConfigurationError: if the template does not accept the conversation.
         """
         setting = known_settings(setting)
-        for turn, count, edited in self._earlier(messages, setting):
-            joined = go_on(turn, messages, count, setting, template, edited)
-            if joined is not None:
-                branch = self._forked(turn, messages, count, setting)
-                return joined if branch is None else replace(joined, branch=branch)
+        earlier = self._earlier(messages, setting)
+        continued = self._continued(earlier, messages, setting, template)
+        if continued is not None:
+            return continued
         rendered = template.render(messages, setting)
         return Prompt(
             setting=setting,
             new_messages=list(messages),
             new_token_ids=template.encode(rendered),
             new_rendered=rendered,
-            branch=self._apart(messages, setting),
+            branch=self._branch(messages, setting),
         )
 
     def next_prompt(
@@ -194,11 +200,22 @@ class Session:
         count = latest.num_messages
         if sum(len(m["content"]) for m in messages[count:]) > NEW_CHARACTERS:
             return None
-        for turn in self._ended(self._key(latest), messages[:count]):
-            joined = go_on(turn, messages, count, setting, template)
+        candidates = self._ended(self._key(latest), messages[:count])
+        return self._continued(candidates, messages, setting, template)
+
+    def _continued(
+        self,
+        earlier: Iterable[EarlierTurn],
+        messages: Sequence[Message],
+        setting: PromptSettings,
+        template: ChatTemplate,
+    ) -> Prompt | None:
+        """Returns a continuation of the first turn that the template accepts."""
+        for turn, count, edited in earlier:
+            joined = go_on(turn, messages, count, setting, template, edited)
             if joined is not None:
-                branch = self._forked(turn, messages, count, setting)
-                return joined if branch is None else replace(joined, branch=branch)
+                branch = self._branch(messages, setting, turn, count)
+                return replace(joined, branch=branch)
         return None
 
     def text_prompt(self, text: str, template: ChatTemplate) -> Prompt:
@@ -251,25 +268,23 @@ class Session:
 
     def _earlier(
         self, messages: Sequence[Message], setting: PromptSettings
-    ) -> Iterator[tuple[Turn, int, Message | None]]:
+    ) -> Iterator[EarlierTurn]:
         """Yields turns whose messages a conversation begins with, longest first.
 
-        With the number of messages, and the response if the client has edited it. Ties
-        are broken by fewest edits, then by the client's reference, then by recency.
+        Ties are broken by fewest edits, then by the client's reference, then by
+        recency.
         """
         latest = self._latest(messages, setting)
         longest = len(messages)
         if latest is not None:
             # A turn ends in a response, and no response follows this turn's.
             longest = latest.num_messages
-            for turn in self._ended(self._key(latest), messages[:longest]):
-                yield turn, longest, None
+            yield from self._ended(self._key(latest), messages[:longest])
         grown = ConversationKeys(_settings_key(setting))
         keys = {count: grown.add(message) for count, message in enumerate(messages, 1)}
         for count in range(longest, 0, -1):
             if latest is None or count < longest:
-                for turn in self._ended(keys[count], messages[:count]):
-                    yield turn, count, None
+                yield from self._ended(keys[count], messages[:count])
             response = messages[count - 1]
             if count > 1 and response["role"] == "assistant":
                 begun = list(self._begun.get(keys[count - 1], ()))
@@ -278,18 +293,16 @@ class Session:
                     if changes(prompt, messages[: count - 1]) is not None:
                         yield turn, count, response
 
-    def _ended(self, key: bytes, said: Sequence[Message]) -> list[Turn]:
-        """Returns the last turns of a conversation with a key, the likeliest first.
-
-        The order is by fewest edits, then by the client's reference, then by recency.
-        """
+    def _ended(self, key: bytes, said: Sequence[Message]) -> Iterator[EarlierTurn]:
+        """Yields the last turns of a conversation with a key, the likeliest first."""
         candidates = []
         for turn in reversed(list(self._ends.get(key, ()))):
             changed = changes([*turn.prompt.messages, turn.reply], said)
             if changed is not None:
                 # If clients reference a turn, a dialect passes the turn's own message.
                 candidates.append((changed, turn.reply is not said[-1], turn))
-        return [turn for _, _, turn in sorted(candidates, key=lambda c: c[:2])]
+        for _, _, turn in sorted(candidates, key=lambda c: c[:2]):
+            yield turn, len(said), None
 
     def _latest(
         self, messages: Sequence[Message], setting: PromptSettings
@@ -314,35 +327,25 @@ class Session:
         # Another thread may have removed it.
         return self._keys.get(turn.number, (b"", b""))[1]
 
-    def _forked(
+    def _branch(
         self,
-        turn: Turn,
-        messages: Sequence[Message],
-        count: int,
-        setting: PromptSettings,
-    ) -> Branch | None:
-        """Returns why a conversation is a branch; None if it is the first from a turn.
-
-        Its first ``count`` messages are the turn's.
-        """
-        siblings = [other for other in self.turns if other.prompt.origin is turn]
-        return self._why(siblings, messages, setting, count) if siblings else None
-
-    def _apart(self, messages: Sequence[Message], setting: PromptSettings) -> Branch:
-        """Returns why a conversation continues no turn."""
-        chats = [turn for turn in self.turns if turn.prompt.new_text is None]
-        return self._why(chats, messages, setting) if chats else START
-
-    def _why(
-        self,
-        turns: Sequence[Turn],
         messages: Sequence[Message],
         setting: PromptSettings,
+        origin: Turn | None = None,
         count: int = 0,
-    ) -> Branch:
-        """Returns why a conversation continues none of these turns."""
+    ) -> Branch | None:
+        """Returns why a conversation is a branch; None if it continues a path's end.
+
+        Its first ``count`` messages are those of the turn that it continues.
+        """
+        if origin is None:
+            siblings = [turn for turn in self.turns if turn.prompt.new_text is None]
+        else:
+            siblings = [turn for turn in self.turns if turn.prompt.origin is origin]
+        if not siblings:
+            return START if origin is None else None
         settings = setting.key()
-        likely = turns[: -COMPARED_TURNS - 1 : -1]
+        likely = siblings[: -COMPARED_TURNS - 1 : -1]
         for number, key in reversed(list(conversation_keys(messages, settings))):
             if number <= count:
                 break
@@ -539,10 +542,6 @@ class Session:
             branch_rewards=self.branch_rewards,
             discount=self.discount,
         )
-
-
-def _number(turn: Turn) -> int:
-    return turn.number
 
 
 def _settings_key(setting: PromptSettings) -> bytes:

@@ -44,14 +44,11 @@ create table turns (
     prompt_ids blob, token_ids blob, log_probs blob,
     primary key (session, number)
 );
-"""
-_REWARDS = """
 create table rewards (
     session text, kind text, name text, reward real,
     primary key (session, kind, name)
 );
 """
-"""Rewards of agents and branches, absent in files of format 2."""
 
 _TOKENS, _VALUES = "q", "d"
 """Types of arrays: 64-bit integers and floats."""
@@ -118,15 +115,12 @@ class Store:
             count = self._file.execute("select count(*) from sqlite_master")
             ((tables,),) = count.fetchall()
             if versions == [0, 0] and not tables:
-                for statement in filter(str.strip, (_TABLES + _REWARDS).split(";")):
+                for statement in filter(str.strip, _TABLES.split(";")):
                     self._file.execute(statement)
                 self._file.execute(f"pragma application_id = {APPLICATION}")
                 self._file.execute(f"pragma user_version = {FORMAT}")
             elif versions[0] != APPLICATION:
                 raise sqlite3.DatabaseError("it is a database of something else")
-            elif versions[1] == FORMAT - 1:
-                self._file.execute(_REWARDS)
-                self._file.execute(f"pragma user_version = {FORMAT}")
             elif versions[1] != FORMAT:
                 raise sqlite3.DatabaseError(
                     f"its format is version {versions[1]}, and this version of the "

@@ -201,16 +201,3 @@ def test_over_http_and_in_the_file(fake_engine, tmp_path):
         gateway.drop(gateway.find(name="a"))
     with closing(sqlite3.connect(path)) as file, file:
         assert file.execute("select count(*) from rewards").fetchone() == (0,)
-
-
-def test_a_file_of_the_format_before_is_read(fake_engine, tmp_path):
-    path = tmp_path / "s"
-    with Gateway(fake_engine, path=path) as gateway:
-        gateway.session("a")
-    with closing(sqlite3.connect(path)) as file, file:
-        file.execute("drop table rewards")
-        file.execute("pragma user_version = 2")
-    with Gateway(fake_engine, path=path) as gateway:
-        gateway.set_reward(gateway.find(name="a"), 1.0)
-    with Gateway(fake_engine, path=path) as gateway:
-        assert gateway.find(name="a").reward == 1.0

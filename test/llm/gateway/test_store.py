@@ -260,7 +260,7 @@ def damage(path, statement):
 @pytest.mark.parametrize(
     ("statement", "problem"),
     [
-        ("pragma user_version = 1", "its format is version 1"),
+        ("pragma user_version = 2", "its format is version 2"),
         ("pragma application_id = 7", "something else"),
         ("update turns set content = '{'", "Expecting"),
         ("update turns set token_ids = x'00'", "bytes length"),

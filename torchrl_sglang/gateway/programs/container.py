@@ -15,9 +15,9 @@ from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.programs.process import (
-    EndedProcess,
     ProcessTree,
     ProgramLimits,
+    ProgramResult,
     TreeRunner,
 )
 from torchrl_sglang.support.urls import is_loopback
@@ -151,7 +151,7 @@ def _is_docker(runtime: str) -> bool:
 
 def run_in_container(
     container: Container, tree: ProcessTree, limits: ProgramLimits, runner: TreeRunner
-) -> EndedProcess:
+) -> ProgramResult:
     """Runs a program in a container of its own.
 
     Args:
@@ -217,7 +217,7 @@ def _variables(environment: Mapping[str, str]) -> Iterator[Path]:
         yield file
 
 
-def _refused(container: Container, done: EndedProcess) -> GatewayError:
+def _refused(container: Container, done: ProgramResult) -> GatewayError:
     message = done.stderr.strip()[-TOLD_CHARACTERS:]
     runtime = Path(str(container.runtime)).name
     remedy = ""

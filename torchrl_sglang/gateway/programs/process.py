@@ -64,19 +64,21 @@ class ProgramLimits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EndedProcess:
-    """Outcome of a command."""
+class ProgramResult:
+    """Outcome of a program."""
 
     status: int
-    """Exit status; from 128 on, a signal ended it."""
+    """Exit status; from 128 on, a signal ended it, as after a time-out."""
     timed_out: bool
-    """Whether it was ended after its time-out."""
+    """Whether it was ended because it exceeded ``timeout``."""
     stdout: str
-    """The end of its output."""
+    """Its output: the last ``max_output`` bytes, as text."""
     stderr: str
     """The same for errors."""
     dropped_bytes: int
-    """Number of dropped earlier bytes."""
+    """Number of dropped earlier bytes; 0: the output is complete."""
+    folder: Path
+    """Its working folder, which exists until the reward function returns."""
     seconds: float
     """Its running time."""
 
@@ -100,7 +102,7 @@ class TreeRunner:
         self._is_wanted = True
         self.has_begun = False
 
-    def run(self, tree: ProcessTree, limits: ProgramLimits) -> EndedProcess:
+    def run(self, tree: ProcessTree, limits: ProgramLimits) -> ProgramResult:
         """Runs a command to its end, or to its timeout; none of its processes remain.
 
         Raises:
@@ -122,12 +124,13 @@ class TreeRunner:
             talk.close()
         self._check_wanted()
         status = process.returncode
-        return EndedProcess(
+        return ProgramResult(
             status=status if status >= 0 else 128 - status,
             timed_out=timed_out,
             stdout=talk.text_of(process.stdout),
             stderr=talk.text_of(process.stderr),
             dropped_bytes=talk.dropped,
+            folder=tree.folder,
             seconds=time.monotonic() - begun,
         )
 

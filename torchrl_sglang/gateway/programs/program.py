@@ -21,9 +21,9 @@ from torchrl_sglang.gateway.programs.container import (
 )
 from torchrl_sglang.gateway.programs.process import (
     END_SECONDS,
-    EndedProcess,
     ProcessTree,
     ProgramLimits,
+    ProgramResult,
     TreeRunner,
     in_thread,
 )
@@ -39,26 +39,6 @@ INHERITED = (
 """Inherited variables of a program; no keys, and no rank of a trainer."""
 
 TOLD_CHARACTERS = 300
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProgramResult:
-    """Outcome of a program."""
-
-    status: int
-    """Exit status; from 128 on, a signal ended it, as after a time-out."""
-    timed_out: bool
-    """Whether it was ended because it exceeded ``timeout``."""
-    stdout: str
-    """Its output: the last ``max_output`` bytes, as text."""
-    stderr: str
-    """The same for errors."""
-    dropped_bytes: int
-    """Number of dropped earlier bytes; 0: the output is complete."""
-    folder: Path
-    """Its working folder, which exists until the reward function returns."""
-    seconds: float
-    """Its running time."""
 
 
 Command = Sequence[str] | Callable[..., Sequence[str]]
@@ -168,13 +148,11 @@ class AgentProgram:
                     await call(self.prepare, task, folder)
                 values = {"base_url": base_url, "api_key": api_key}
                 tree = await self._tree(task, folder, temporary, values, call)
-                outcome = await self._run(tree, runner)
+                result = await self._run(tree, runner)
                 if self.reward is None:
                     return None
                 # The caller checks that it is a number.
-                reward: float | None = await call(
-                    self.reward, task, _result(outcome, folder)
-                )
+                reward: float | None = await call(self.reward, task, result)
                 return reward
         finally:
             blocking.close()
@@ -223,7 +201,7 @@ class AgentProgram:
             temporary=temporary,
         )
 
-    async def _run(self, tree: ProcessTree, runner: TreeRunner) -> EndedProcess:
+    async def _run(self, tree: ProcessTree, runner: TreeRunner) -> ProgramResult:
         """Runs the program, in its container or without."""
         limits = ProgramLimits(seconds=self.timeout, most_bytes=self.max_output)
         if isinstance(self.container, Container):
@@ -302,7 +280,7 @@ def _check_program(tree: ProcessTree) -> None:
         )
 
 
-def _tell_failure(name: str, ended: EndedProcess, timeout: float) -> None:
+def _tell_failure(name: str, ended: ProgramResult, timeout: float) -> None:
     """Logs the failure of a program; the reward function rates it."""
     if not ended.status and not ended.timed_out:
         return
@@ -313,15 +291,3 @@ def _tell_failure(name: str, ended: EndedProcess, timeout: float) -> None:
     )
     message = ended.stderr.strip()[-TOLD_CHARACTERS:]
     torchrl_logger.warning(f"The program {name!r} {failure}. {message}".rstrip())
-
-
-def _result(ended: EndedProcess, folder: Path) -> ProgramResult:
-    return ProgramResult(
-        status=ended.status,
-        timed_out=ended.timed_out,
-        stdout=ended.stdout,
-        stderr=ended.stderr,
-        dropped_bytes=ended.dropped_bytes,
-        folder=folder,
-        seconds=ended.seconds,
-    )
