@@ -732,16 +732,6 @@ def test_inconsistent_weights_are_not_used(fake, fake_engine):
     assert fake.payloads()[-1]["extra_key"] == ["8"]
 
 
-def test_older_weights_than_the_current_ones_are_an_error(fake, fake_engine):
-    """A server that somebody else started again has the checkpoint's weights."""
-    with fake_engine.weight_update() as update:
-        update.commit("8")
-    with pytest.raises(
-        WeightSyncStateError, match="'default'.*'8'.*(?i:send the weights)"
-    ):
-        fake_engine.generate(input_ids=[5])
-
-
 def test_one_engine_for_every_thread_of_its_life(fake, fake_engine):
     """Calls, copies and a shutdown at the same time end in answers or typed errors."""
     errors = []

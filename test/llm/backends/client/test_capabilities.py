@@ -12,7 +12,6 @@ from torchrl_sglang.backends.client.capabilities import (
     fields_of,
     interpret,
 )
-from torchrl_sglang.backends.client.model_info import load_model_config
 from torchrl_sglang.errors import (
     ConfigurationError,
     ServerUnavailableError,
@@ -283,10 +282,6 @@ def test_a_model_path_that_only_the_server_can_read(fake, tiny_model_path):
         assert engine.capabilities.model_path == "/only/there"
         assert engine.get_tokenizer().encode("a")
         assert "lm_head.weight" in engine.get_model_metadata()
-
-
-def test_the_configuration_of_a_folder(tiny_model_path):
-    assert load_model_config(tiny_model_path).model_type == "qwen2"
 
 
 @pytest.mark.parametrize(

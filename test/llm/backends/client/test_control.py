@@ -99,15 +99,6 @@ def test_one_server_that_fails_is_enough(two):
         assert not run_sync(control.healthy())
 
 
-def test_refusals_say_why(two):
-    control, one, _ = two
-    with pytest.raises(RequestRefusedError, match="no weight-update session is open"):
-        run_sync(control.end_weight_update())
-    with pytest.raises(RequestRefusedError, match="'in_place'"):
-        run_sync(control.pause("stop"))
-    assert one.payloads("/pause_generation") == [{"mode": "stop"}]
-
-
 def test_older_servers_have_no_sessions(two):
     control, one, other = two
     older = dataclasses.replace(control.capabilities, needs_update_session=False)

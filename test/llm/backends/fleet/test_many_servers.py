@@ -93,18 +93,6 @@ def test_refused_requests_are_not_sent_again(engine, three, fault):
     assert sum(answered(three).values()) == 1
 
 
-def test_a_refusal_is_the_items_own(engine, three):
-    params = [SHORT, REFUSED, SHORT]
-    first, bad, last = engine.generate(
-        input_ids=prompts(3), sampling_params=params, return_exceptions=True
-    )
-    assert isinstance(bad, RequestRefusedError)
-    assert (bad.index, bad.status) == (1, 400)
-    assert isinstance(first, Completion)
-    assert isinstance(last, Completion)
-    assert set(answered(three).values()) == {1}
-
-
 def test_all_of_them_gone(engine, three):
     for fake in three:
         fake.close()

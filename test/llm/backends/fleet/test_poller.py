@@ -133,19 +133,6 @@ def test_one_that_comes_back_as_another(engine, three):
     assert states(engine)[0] == "down"
 
 
-def test_a_copy_follows_too(engine, three):
-    three[0].die()
-    assert versions(engine) == {"5"}
-    wait_until(lambda: states(engine)[0] == "down")
-    copy = pickle.loads(pickle.dumps(engine))
-    assert states(copy) == ["stale", "serving", "serving"]
-    three[0].restart()
-    three[0].weight_version = "5"
-    assert versions(copy) == {"5"}
-    wait_until(lambda: states(copy) == ["serving"] * 3)
-    copy.shutdown()
-
-
 def test_the_only_one_is_started_again(three):
     server, *_ = three
     with AsyncSGLang.connect(server.url) as engine:
@@ -224,18 +211,6 @@ def test_a_request_after_a_long_pause_does_not_hang(three):
         with server.misbehaving("hang"), pytest.raises(ServerTimeoutError):
             engine.generate(input_ids=[5], timeout=0.5)
     assert "/health_generate" not in {path for _, path, _ in server.requests}
-
-
-def test_all_of_them_are_away_for_a_while(engine, three):
-    for server in three:
-        server.die()
-    with pytest.raises(ServerUnavailableError, match="Check that the server is"):
-        versions(engine)
-    for server in three:
-        server.restart()
-        server.weight_version = "5"
-    wait_until(lambda: states(engine) == ["serving"] * 3)
-    assert versions(engine) == {"5"}
 
 
 def test_servers_that_work_are_not_asked(engine, three):

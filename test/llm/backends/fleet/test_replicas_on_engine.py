@@ -254,23 +254,3 @@ def test_abort_frees_the_servers(engine):
         assert engine.abort() == 3
         outcomes = call.result(60)
     assert [type(o) for o in outcomes] == [GenerationAbortedError] * 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"num_replicas": 0}, "num_replicas must be .* got 0"),
-        ({"num_replicas": 2, "router_policy": "cache_awear"}, "cache_aware"),
-        ({"num_replicas": 2, "router_args": {"nope": 1}}, "nope"),
-        ({"num_replicas": 1, "router_args": {"nope": 1}}, "num_replicas is 1"),
-        ({"max_attempts": 0}, "max_attempts must be .* got 0"),
-        ({"mem_frac": 0.5}, "mem_fraction_static"),
-    ],
-)
-def test_wrong_arguments_are_found_before_anything_starts(
-    tiny_model_path, arguments, words
-):
-    start = time.monotonic()
-    with pytest.raises(ConfigurationError, match=words):
-        AsyncSGLang.from_pretrained(tiny_model_path, device="cpu", **arguments)
-    assert time.monotonic() - start < 60

@@ -16,7 +16,7 @@ from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.client import model_info
-from torchrl_sglang.backends.client.http import HttpClient, encode
+from torchrl_sglang.backends.client.http import HttpClient
 from torchrl_sglang.backends.client.model_info import ModelReader
 from torchrl_sglang.backends.fleet.adapter_calls import MOST_ASKED
 from torchrl_sglang.backends.fleet.replica import Replica
@@ -147,19 +147,6 @@ def test_many_servers_with_passwords():
     assert http.login_of("http://h1:80/base/generate")["Authorization"] == "Basic 1"
     assert http.login_of("http://h1:80/other/generate") == {}
     assert http.login_of("http://h1:80/base") == {"Authorization": "Basic 1"}
-
-
-def test_a_payload_is_encoded_once(fake):
-    body = encode({"abort_all": True})
-    http = HttpClient()
-
-    async def work() -> None:
-        url = f"{fake.url}/abort_request"
-        assert (await http.request("POST", url, body, timeout=10)).ok
-        await http.close()
-
-    run_sync(work())
-    assert fake.requests[-1] == ("POST", "/abort_request", {"abort_all": True})
 
 
 @pytest.mark.slow

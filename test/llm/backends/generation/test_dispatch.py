@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.fake_server import FakeServer
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.generation.dispatch import retry_delay
 from torchrl_sglang.errors import (
     GenerationAbortedError,
     NotFiniteError,
     RequestRefusedError,
-    ServerTimeoutError,
     ServerUnavailableError,
     UnsupportedByServerError,
 )
@@ -54,13 +53,6 @@ def test_faults(fake, fake_engine, fault, error, words):
     assert type(caught.value) is error
     assert fake.url in str(caught.value)
     assert len(generate(fake_engine, return_logprobs=True)) == 3
-
-
-@pytest.mark.parametrize("fault", ["abort", "abort_400"])
-def test_an_aborted_response_has_its_index(fake, fake_engine, fault):
-    with fake.misbehaving(fault):
-        outcomes = generate(fake_engine, return_exceptions=True)
-    assert [outcome.index for outcome in outcomes] == [0, 1, 2]
 
 
 def test_an_aborted_response_leaves_the_others_alone(fake, fake_engine):
@@ -267,24 +259,6 @@ def test_a_seed_that_would_be_ignored_is_refused(fake, fake_engine):
     assert seeds(fake)[3:] == [None] * 3
 
 
-def test_timeout(fake, fake_engine):
-    start = time.monotonic()
-    with (
-        fake.misbehaving("hang"),
-        pytest.raises(ServerTimeoutError, match=r"0\.[23]\d* s"),
-    ):
-        generate(fake_engine, timeout=0.3)
-    assert time.monotonic() - start < 60
-
-
-def test_each_prompt_is_a_request(fake, fake_engine):
-    generate(fake_engine, return_prompt_logprobs=True)
-    payloads = sorted(fake.payloads(), key=lambda payload: payload["input_ids"])
-    assert [payload["input_ids"] for payload in payloads] == [[p] for p in PROMPTS]
-    assert {payload["extra_key"][0] for payload in payloads} == {"default"}
-    assert {payload["logprob_start_len"][0] for payload in payloads} == {0}
-
-
 def test_an_empty_batch_is_no_request(fake, fake_engine):
     assert fake_engine.generate(input_ids=[]) == []
     assert fake_engine.generate([]) == []
@@ -304,3 +278,19 @@ def test_completions_are_frozen(fake_engine):
     assert isinstance(answer, Completion)
     with pytest.raises(AttributeError):
         answer.token_ids = []
+
+
+def test_only_transient_errors_are_retried():
+    for transient in (True, False):
+        error = ServerUnavailableError("no", transient=transient)
+        assert (retry_delay(error, 1, 5) is not None) == transient
+
+
+def test_delays_grow_up_to_a_limit():
+    error = ServerUnavailableError("no", transient=True)
+    for attempt in range(1, 20):
+        delay = retry_delay(error, attempt, 20)
+        limit = min(0.1 * 2 ** (attempt - 1), 5.0)
+        assert limit / 2 <= delay <= limit
+    assert retry_delay(error, 20, 20) is None
+    assert retry_delay(error, 1, 1) is None

@@ -132,45 +132,13 @@ class TestContract(LauncherContract):
         end(server)
 
 
-def test_a_start_does_not_wait_and_a_server_is_ready_when_it_answers(
-    make_launcher, gate
-):
+def test_a_server_is_not_ready_before_it_answers(make_launcher, gate):
     launcher = make_launcher(behind(gate))
-    assert launcher.num_servers == 1
     server = launcher.start(0)
-    assert server.state == "starting"
     assert not server.check_ready()
     with open(gate, "wb"):
         server.wait_ready()
-    assert server.state == "ready"
-    assert answers(server.url)
-    assert server.age > 0
-    for _ in range(2):
-        launcher.stop([server])
-        assert server.state == "stopped"
-        assert not answers(server.url)
-
-
-def test_where_a_server_runs(make_launcher):
-    launcher = make_launcher()
-    location = launcher.where(0)
-    server = launcher.start(0)
-    assert location.host == server.host
-    assert location.gpus == location.visible_gpus == ()
-
-
-def test_a_server_that_ended_starts_again_at_its_address(make_launcher):
-    launcher = make_launcher()
-    (server,) = start_servers(launcher)
-    end(server)
-    assert server.state == "dead"
-    assert "It was told to end." in server.log_tail()
-    server.stop()
-    again = launcher.restart(0)
-    again.wait_ready()
-    assert again.url == server.url
-    assert again.state == "ready"
-    launcher.stop([again])
+    launcher.stop([server])
 
 
 def test_servers_start_in_the_order_of_their_ranks(make_launcher):

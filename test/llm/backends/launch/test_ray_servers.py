@@ -207,13 +207,6 @@ def test_faults_of_a_node_are_found_before_anything_starts(cluster, spec):
 
 
 @pytest.mark.slow
-def test_servers_that_find_no_place(cluster, spec):
-    launcher = RayLauncher(strategy="STRICT_PACK", placement_timeout=1.0)
-    with pytest.raises(ServerStartError, match="has not placed .* 1 s; .* 1 GPU"):
-        launcher.bind(3, spec)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_nothing_is_left_of_a_driver_that_ends(cluster, spec, number):
     driver = subprocess.Popen(
@@ -332,26 +325,3 @@ def test_arguments_of_servers_that_cannot_be_given(options, words):
     start = partial(AsyncSGLang.from_pretrained, "owner/model")
     with pytest.raises(ConfigurationError, match=words):
         start(**{"launcher": "ray", "router_policy": None, **options})
-
-
-@pytest.mark.slow
-def test_two_servers_of_sglang_on_two_nodes(cluster, tiny_model_path):
-    import ray
-
-    # Another file's engine may have the same model, and lives on.
-    before = {*processes(tiny_model_path)}
-    # On a node of its own, each server can use the whole core.
-    launcher = RayLauncher(strategy="STRICT_SPREAD")
-    with AsyncSGLang.from_pretrained(
-        tiny_model_path, num_replicas=2, device="cpu", launcher=launcher
-    ) as engine:
-        assert len({server.host for server in engine.servers}) == 2
-        answers = engine.generate(
-            input_ids=[[5, 6, 7]] * 8,
-            sampling_params={"max_new_tokens": 4, "ignore_eos": True},
-        )
-        assert [len(answer.token_ids) for answer in answers] == [4] * 8
-        assert {*processes(tiny_model_path)} - before
-    assert {*processes(tiny_model_path)} <= before
-    groups = ray.util.placement_group_table().values()
-    assert {group["state"] for group in groups} == {"REMOVED"}

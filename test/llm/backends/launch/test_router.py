@@ -8,7 +8,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -217,13 +216,6 @@ def test_arguments_that_are_wrong(arguments, words):
     assert all(word in str(caught.value) for word in words)
 
 
-def test_a_port_that_is_taken():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigurationError, match=f"port={port}"):
-            RouterProcess([], port=port)
-
-
 def test_a_value_that_the_router_refuses():
     with pytest.raises(ServerStartError, match="cache_threshold"):
         make_sglang_router([], cache_threshold="much")
@@ -259,15 +251,6 @@ def test_states():
     for call in (router.workers(), router.add_worker("a"), router.remove_worker("a")):
         with pytest.raises(ServerUnavailableError):
             run_sync(call)
-
-
-def test_one_that_dies():
-    with make_sglang_router([]) as router:
-        os.kill(descendants(router.pid)[0], signal.SIGKILL)
-        wait_until(lambda: router.state == "dead")
-        assert not router.usable
-        with pytest.raises(ServerUnavailableError):
-            run_sync(router.workers())
 
 
 def test_one_that_hangs():

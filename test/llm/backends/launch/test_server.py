@@ -159,19 +159,6 @@ def test_a_file_for_what_others_must_not_see():
     assert not server.log_path.parent.exists()
 
 
-def test_temporary_files_go_with_the_server():
-    code = (
-        "import tempfile; file = tempfile.NamedTemporaryFile(delete=False); "
-        "print(file.name, flush=True); "
-    )
-    server = run(code + FOREVER)
-    wait_for_log(server, "/")
-    name = server.log_tail()
-    assert os.path.exists(name)
-    server.stop()
-    assert not os.path.exists(name)
-
-
 def test_a_server_may_have_as_many_files_open_as_the_machine_allows():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = min(limits[1], watchdog.OPEN_FILES)
@@ -321,11 +308,6 @@ def test_only_the_end_of_a_log_is_read():
         assert len(server.log_tail(lines=10**7)) <= 100_000
 
 
-def test_a_program_that_does_not_exist():
-    with pytest.raises(ServerStartError, match="no program '/no/such/python'.*python="):
-        ServerProcess(Command(line=("/no/such/python",), url="", environment={}))
-
-
 def test_it_does_not_pickle():
     with run(FOREVER) as server:
         with pytest.raises(TypeError, match="pass its url"):
@@ -410,6 +392,12 @@ def test_arguments_that_are_wrong(tiny_model_path, arguments, words):
         ({"model": "a", "model_name": "b"}, "Give model once"),
         ({"model": "/no/such/model"}, "'/no/such/model'"),
         ({"model": "a", "num_replicas": 0}, "num_replicas must be .* got 0"),
+        ({"model": "a", "max_attempts": 0}, "max_attempts must be .* got 0"),
+        ({"model": "a", "router_args": {"nope": 1}}, "num_replicas is 1"),
+        (
+            {"model": "a", "num_replicas": 2, "router_policy": "cache_awear"},
+            "cache_aware",
+        ),
     ],
 )
 def test_arguments_of_from_pretrained_that_are_wrong(arguments, words):
