@@ -11,8 +11,6 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
 from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.prompt_settings import PromptSettings
@@ -30,8 +28,10 @@ from torchrl_sglang.gateway.dialects.base import (
     Dialect,
     Endpoint,
     Failure,
+    ItemEvents,
     Writer,
-    more,
+    event,
+    pop_object,
 )
 from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.policy import Sampling
@@ -97,7 +97,7 @@ def read_count(body: Any) -> Request:
     hints, shown = _thinking(fields.pop("thinking", None))
     format_, effort = _output(fields.pop("output_config", None))
     edits = fields.pop("context_management", None)
-    metadata = _metadata(fields.pop("metadata", None))
+    metadata = pop_object(fields, "metadata")
     ignored = tool_wishes(offered if tools else (), free=choice.is_free)
     if not _keeps_all(edits):
         ignored.append("context_management")
@@ -116,12 +116,6 @@ def read_count(body: Any) -> Request:
         edits=edits is not None,
         ignored=tuple(ignored),
     )
-
-
-def _metadata(given: Any) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
-        raise ConfigurationError(f"metadata={given!r:.200} must be an object.")
-    return dict(given or {})
 
 
 def _kind(given: Any) -> Any:
@@ -280,13 +274,8 @@ class MessageWriter(Writer):
             return
         self._has_begun = True
         unset = {"stop_reason": None, "stop_sequence": None}
-        start: dict[str, Any] = {
-            **self._head,
-            "content": [],
-            **unset,
-            "usage": _usage(usage, 0),
-        }
-        yield _event("message_start", message=start)
+        content: dict[str, Any] = {"content": [], **unset, "usage": _usage(usage, 0)}
+        yield _event("message_start", message={**self._head, **content})
 
     def grow(self, number: int, draft: Draft) -> Iterator[bytes]:
         """Yields the new part of the response."""
@@ -308,49 +297,27 @@ class MessageWriter(Writer):
         yield _event("message_stop")
 
 
-class _BlockEvents:
-    """Events of a message's blocks, of which only the last grows."""
+class _BlockEvents(ItemEvents):
+    """Events of a message's blocks."""
 
-    def __init__(self) -> None:
-        self._index = -1
-        self._told = ""
+    def _open(self, block: Mapping[str, Any]) -> Iterator[bytes]:
+        empty = {**block, **_EMPTY[block["type"]]}
+        yield _event("content_block_start", index=self._index, content_block=empty)
 
-    def grow(self, blocks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        """Yields the growth of blocks; all but the last are complete.
-
-        Raises:
-            GatewayError: if their earlier text has changed.
-        """
-        for index in range(max(self._index, 0), len(blocks)):
-            block = blocks[index]
-            if index > self._index:
-                if self._index >= 0:
-                    yield from self._close(blocks[self._index])
-                self._index, self._told = index, ""
-                empty = {**block, **_EMPTY[block["type"]]}
-                yield _event("content_block_start", index=index, content_block=empty)
-            kind, name, text = _text_of(block)
-            new, self._told = more(text, self._told), text
-            # A text block has a delta even if it is empty.
-            if new or (block["type"] == "text" and not text):
-                yield self._delta({"type": kind, name: new})
-
-    def close(self, blocks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        if blocks:
-            yield from self._close(blocks[-1])
+    def _delta(self, block: Mapping[str, Any]) -> Iterator[bytes]:
+        kind, name, text = _text_of(block)
+        new = self._more(text)
+        # A text block has a delta even if it is empty.
+        if new or (block["type"] == "text" and not text):
+            yield self._of_block({"type": kind, name: new})
 
     def _close(self, block: Mapping[str, Any]) -> Iterator[bytes]:
-        _, _, text = _text_of(block)
-        if new := more(text, self._told):
-            kind, name, _ = _text_of(block)
-            yield self._delta({"type": kind, name: new})
-            self._told = text
         if block["type"] == "thinking":
             signature = {"type": "signature_delta", "signature": block["signature"]}
-            yield self._delta(signature)
+            yield self._of_block(signature)
         yield _event("content_block_stop", index=self._index)
 
-    def _delta(self, delta: Mapping[str, Any]) -> bytes:
+    def _of_block(self, delta: Mapping[str, Any]) -> bytes:
         return _event("content_block_delta", index=self._index, delta=delta)
 
 
@@ -414,8 +381,7 @@ def _usage(usage: Usage, response: int) -> dict[str, Any]:
 
 
 def _event(kind: str, **content: Any) -> bytes:
-    data = msgspec.json.encode({"type": kind, **content})
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+    return event({"type": kind, **content}, kind)
 
 
 class Messages(Dialect):

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torchrl_sglang.errors import GatewayError
+from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.request import Request, Usage
 from torchrl_sglang.gateway.turns import Turn
@@ -74,7 +74,65 @@ class Writer(abc.ABC):
             failure: before it is spelt.
             error: as the dialect spells it.
         """
-        return b"event: error\ndata: " + msgspec.json.encode(error) + b"\n\n"
+        return event(error, "error")
+
+
+class ItemEvents(abc.ABC):
+    """Events of growing items, of which only the last grows."""
+
+    def __init__(self) -> None:
+        self._index = -1
+        self._streamed = ""
+
+    def grow(self, items: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Yields the growth of items; all but the last are complete.
+
+        Raises:
+            GatewayError: if their earlier text has changed.
+        """
+        for index in range(max(self._index, 0), len(items)):
+            if index > self._index:
+                if self._index >= 0:
+                    yield from self._close(items[self._index])
+                self._index, self._streamed = index, ""
+                yield from self._open(items[index])
+            yield from self._delta(items[index])
+
+    def close(self, items: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+        """Yields the end of the last item, if any."""
+        if items:
+            yield from self._close(items[-1])
+
+    def _more(self, text: str) -> str:
+        """Returns the new part of the last item's text."""
+        new, self._streamed = more(text, self._streamed), text
+        return new
+
+    @abc.abstractmethod
+    def _open(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yields the begin of an item."""
+
+    @abc.abstractmethod
+    def _delta(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yields the growth of an item."""
+
+    @abc.abstractmethod
+    def _close(self, item: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yields the end of an item, whose growth was yielded."""
+
+
+def event(content: Mapping[str, Any], kind: str = "") -> bytes:
+    """Returns a server-sent event, of a kind if it has a name."""
+    name = f"event: {kind}\n".encode() if kind else b""
+    return name + b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def pop_object(fields: dict[str, Any], name: str) -> dict[str, Any]:
+    """Removes a field that must be an object or None, and returns it."""
+    value = fields.pop(name, None)
+    if value is not None and not isinstance(value, Mapping):
+        raise ConfigurationError(f"{name}={value!r:.200} must be an object.")
+    return dict(value or {})
 
 
 def more(text: str, streamed: str) -> str:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Any
-
-import msgspec
 
 from torchrl_sglang.chat.call_grammars import FREE, ToolChoice
 from torchrl_sglang.chat.messages import Message, from_openai
@@ -24,13 +22,16 @@ from torchrl_sglang.gateway.dialects.base import (
     Endpoint,
     Failure,
     Writer,
+    event,
     more,
+    pop_object,
 )
 from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Hint, Request, Usage, finish_reason
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
+from torchrl_sglang.types import Completion
 
 MOST_SAMPLES = 128
 MOST_TOP_LOGPROBS = 20
@@ -105,7 +106,7 @@ def read_chat(body: Any) -> Request:
         for name, variables in _HINTS.items()
         if fields.get(name) is not None
     ]
-    kwargs = _object(fields, "chat_template_kwargs")
+    kwargs = pop_object(fields, "chat_template_kwargs")
     top = fields.pop("top_logprobs", None)
     logprobs = bool(fields.pop("logprobs", None))
     if top and not logprobs:
@@ -147,45 +148,22 @@ def _fields(body: Any) -> dict[str, Any]:
     return dict(body)
 
 
-def _object(given: dict[str, Any], name: str) -> dict[str, Any]:
-    value = given.pop(name, None)
-    if value is not None and not isinstance(value, Mapping):
-        raise ConfigurationError(f"{name}={value!r} must be an object.")
-    return dict(value or {})
-
-
 def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
     model = given.pop("model", "") or ""
     stream = bool(given.pop("stream", None))
-    options, metadata = _object(given, "stream_options"), _object(given, "metadata")
+    options = pop_object(given, "stream_options")
+    metadata = pop_object(given, "metadata")
     users = [given.pop(name, None) for name in ("user", "safety_identifier")]
-    number, top = given.pop("n", None), top or 0
-    number = 1 if number is None else number
-    if type(number) is not int or not 1 <= number <= MOST_SAMPLES:
-        raise ConfigurationError(
-            f"n={number!r} must be an integer in [1, {MOST_SAMPLES}]."
-        )
-    if type(top) is not int or not 0 <= top <= MOST_TOP_LOGPROBS:
-        raise ConfigurationError(
-            f"top_logprobs={top!r} must be an integer in [0, {MOST_TOP_LOGPROBS}]."
-        )
-    params = _response_format(given.pop("response_format", None))
-    for name in list(given):
-        value = given.pop(name)
-        if value is None or name in _ABOUT:
-            continue
-        if name == "modalities" and value == ["text"]:
-            continue
-        if name in _REFUSED:
-            raise ConfigurationError(f"{name} is not supported; {_REFUSED[name]}.")
-        sglang_name = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
-        if sglang_name not in SAMPLING_PARAMETERS:
-            advice = hint(name, [*_SAMPLING, *SAMPLING_PARAMETERS])
-            raise ConfigurationError(
-                f"{name!r} is not a parameter.{advice} A gateway with "
-                f"ignored_params=[{name!r}] leaves it out."
-            )
-        params[sglang_name] = value
+    number = given.pop("n", None)
+    number = check_integer("n", 1 if number is None else number, 1, MOST_SAMPLES)
+    top = check_integer("top_logprobs", top or 0, 0, MOST_TOP_LOGPROBS)
+    form = given.pop("response_format", None)
+    if given.get("modalities") == ["text"]:
+        del given["modalities"]
+    params = {
+        **format_params("response_format", form, nested=True),
+        **read_params(given, _SAMPLING, about=_ABOUT, refused=_REFUSED),
+    }
     return Request(
         sampling=Sampling(params=params, number=number, top_logprobs=top),
         model=str(model),
@@ -197,21 +175,56 @@ def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
     )
 
 
-def _response_format(given: Any) -> dict[str, Any]:
+def format_params(name: str, given: Any, *, nested: bool) -> dict[str, Any]:
+    """Returns the sampling parameter for a format; its schema may be nested."""
     kind = given.get("type") if isinstance(given, Mapping) else given
     if kind in (None, "text"):
         return {}
     if kind == "json_object":
         return {"json_schema": '{"type": "object"}'}
     if kind == "json_schema" and isinstance(given, Mapping):
-        about = given.get("json_schema")
+        about = given.get("json_schema") if nested else given
         schema = about.get("schema") if isinstance(about, Mapping) else None
         if isinstance(schema, Mapping):
             return {"json_schema": json.dumps(schema)}
     raise ConfigurationError(
-        f"response_format={given!r} must be of type text, json_object or json_schema "
-        f"(with a schema)."
+        f"{name}={given!r:.200} must be of type text, json_object or json_schema (with "
+        f"a schema)."
     )
+
+
+def read_params(
+    fields: Mapping[str, Any],
+    names: Mapping[str, str],
+    *,
+    about: Set[str],
+    refused: Mapping[str, str],
+) -> dict[str, Any]:
+    """Returns sampling parameters under SGLang's names; ``about`` have no effect."""
+    params = {}
+    for name, value in fields.items():
+        if value is None or name in about:
+            continue
+        if name in refused:
+            raise ConfigurationError(f"{name} is not supported; {refused[name]}.")
+        sglang_name = names.get(name) or SAMPLING_ALIASES.get(name, name)
+        if sglang_name not in SAMPLING_PARAMETERS:
+            advice = hint(name, [*names, *SAMPLING_PARAMETERS])
+            raise ConfigurationError(
+                f"{name!r} is not a parameter.{advice} A gateway with "
+                f"ignored_params=[{name!r}] leaves it out."
+            )
+        params[sglang_name] = value
+    return params
+
+
+def check_integer(name: str, value: Any, least: int, most: int) -> int:
+    """Returns an integer in a range; raises :class:`ConfigurationError` otherwise."""
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigurationError(
+            f"{name}={value!r} must be an integer in [{least}, {most}]."
+        )
+    return value
 
 
 def read_choice(
@@ -358,7 +371,7 @@ class CompletionWriter(Writer):
             if delta.get("text") == "":
                 continue
             open_ = {"index": index, "finish_reason": None, "logprobs": None}
-            yield _event({**self._chunk, "choices": [{**delta, **open_}]})
+            yield event({**self._chunk, "choices": [{**delta, **open_}]})
 
     def _new(self, index: int, draft: Draft) -> Iterator[dict[str, Any]]:
         """Yields deltas of the growth of a response."""
@@ -382,9 +395,9 @@ class CompletionWriter(Writer):
         head = self._chunk
         for index, turn in enumerate(turns):
             for choice in self._deltas(index, turn):
-                yield _event({**head, "choices": [{"index": index, **choice}]})
+                yield event({**head, "choices": [{"index": index, **choice}]})
         if self._request.usage:
-            yield _event({**head, "choices": [], "usage": _usage(usage)})
+            yield event({**head, "choices": [], "usage": _usage(usage)})
         yield b"data: [DONE]\n\n"
 
     @property
@@ -443,8 +456,7 @@ class CompletionWriter(Writer):
     def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
         if not self._request.logprobs:
             return None
-        done = turn.completion
-        rows = [self._token(*row) for row in self._tokens(done)]
+        rows = logprob_rows(turn.completion, self._token_text)
         if self._is_chat:
             return {"content": rows, "refusal": None}
         starts, position = [], len(self._request.text or "")
@@ -461,32 +473,31 @@ class CompletionWriter(Writer):
             "text_offset": starts,
         }
 
-    def _tokens(self, done: Any) -> Iterator[tuple[int, float, list[Any], list[Any]]]:
-        empty: list[list[Any]] = [[]] * len(done.token_ids)
-        values = done.log_probs or [math.nan] * len(done.token_ids)
-        yield from zip(
-            done.token_ids,
-            values,
-            done.top_token_ids or empty,
-            done.top_log_probs or empty,
-            strict=True,
-        )
 
-    def _token(
-        self, token: int, value: float, tops: list[int], top_values: list[float]
-    ) -> dict[str, Any]:
-        return {
-            **self._named(token, value),
-            "top_logprobs": [
-                self._named(*row) for row in zip(tops, top_values, strict=True)
-            ],
-        }
+def logprob_rows(
+    completion: Completion, token_text: Callable[[int], str]
+) -> list[dict[str, Any]]:
+    """Returns the log-probs of a response's tokens, in OpenAI's form."""
 
-    def _named(self, token: int, value: float) -> dict[str, Any]:
-        text = self._token_text(token)
+    def row(token: int, value: float) -> dict[str, Any]:
+        text = token_text(token)
         # OpenAI's value for impossible tokens.
         logprob = value if math.isfinite(value) else -9999.0
         return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    count = len(completion.token_ids)
+    empty: list[list[Any]] = [[]] * count
+    tokens = zip(
+        completion.token_ids,
+        completion.log_probs or [math.nan] * count,
+        completion.top_token_ids or empty,
+        completion.top_log_probs or empty,
+        strict=True,
+    )
+    return [
+        {**row(token, value), "top_logprobs": list(map(row, tops, top_values))}
+        for token, value, tops, top_values in tokens
+    ]
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -496,10 +507,6 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "total_tokens": usage.prompt + usage.response,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
     }
-
-
-def _event(content: Mapping[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 class Completions(Dialect):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
-from torchrl_sglang.gateway.dialects.base import more
+from torchrl_sglang.gateway.dialects.base import ItemEvents, event
 
 _NOT_YET = ("usage", "error", "incomplete_details", "completed_at")
 """Fields of a complete response only."""
@@ -70,7 +68,7 @@ def _events_of(item: Mapping[str, Any]) -> _TextEvents:
     return _EVENTS[item["type"]]
 
 
-class EventStream:
+class EventStream(ItemEvents):
     """Events of a response, in OpenAI's order, with their numbers.
 
     Args:
@@ -90,8 +88,7 @@ class EventStream:
         self._head = {**head, "output": [], **dict.fromkeys(_NOT_YET)}
         self._head["status"] = "in_progress"
         self._number = 0
-        self._index = -1
-        self._told = ""
+        super().__init__()
 
     def begin(self) -> Iterator[bytes]:
         """Yields the first events, once."""
@@ -106,27 +103,11 @@ class EventStream:
         else:
             yield from self.begin()
 
-    def grow(self, items: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
-        """Yields the growth of items; all but the last are complete.
-
-        Raises:
-            GatewayError: if their earlier text has changed.
-        """
-        for index in range(max(self._index, 0), len(items)):
-            if index > self._index:
-                if self._index >= 0:
-                    yield from self._delta(items[self._index])
-                    yield from self._close(items[self._index])
-                self._index, self._told = index, ""
-                yield from self._open(items[index])
-            yield from self._delta(items[index])
-
     def end(self, response: Mapping[str, Any]) -> Iterator[bytes]:
         """Yields the remaining part of a complete response."""
         yield from self.begin()
         yield from self.grow(response["output"])
-        if response["output"]:
-            yield from self._close(response["output"][-1])
+        yield from self.close(response["output"])
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
@@ -146,8 +127,7 @@ class EventStream:
     def _event(self, kind: str, content: Mapping[str, Any]) -> bytes:
         numbered = {"type": kind, "sequence_number": self._number, **content}
         self._number += 1
-        data = msgspec.json.encode(numbered)
-        return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        return event(numbered, kind)
 
     def _open(self, item: Mapping[str, Any]) -> Iterator[bytes]:
         kind = _events_of(item)
@@ -168,9 +148,7 @@ class EventStream:
     def _delta(self, item: Mapping[str, Any]) -> Iterator[bytes]:
         kind = _events_of(item)
         holder = kind.holder(item)
-        text = holder[kind.field]
-        new, self._told = more(text, self._told), text
-        if new:
+        if new := self._more(holder[kind.field]):
             fields = {
                 **self._place(item, kind),
                 "delta": new,

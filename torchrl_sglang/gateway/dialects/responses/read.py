@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,13 @@ from torchrl_sglang.chat.call_grammars import ToolChoice
 from torchrl_sglang.chat.messages import Message
 from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.dialects.base import THINKING, Recall
+from torchrl_sglang.gateway.dialects.base import THINKING, Recall, pop_object
 from torchrl_sglang.gateway.dialects.openai import (
     MOST_TOP_LOGPROBS,
+    check_integer,
+    format_params,
     read_choice,
+    read_params,
     strict_fields,
 )
 from torchrl_sglang.gateway.dialects.responses.items import earlier_messages, read_items
@@ -24,7 +26,6 @@ from torchrl_sglang.gateway.dialects.responses.tools import (
 )
 from torchrl_sglang.gateway.policy import Sampling
 from torchrl_sglang.gateway.request import Hint, Request
-from torchrl_sglang.requests.sampling import SAMPLING_ALIASES, SAMPLING_PARAMETERS, hint
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -123,7 +124,7 @@ def read_response(body: Any, recall: Recall = lambda name: None) -> Request:
         for name, variables in _HINTS.items()
         if fields.get(name) is not None
     ]
-    kwargs = _object(fields.pop("chat_template_kwargs", {}), "chat_template_kwargs")
+    kwargs = pop_object(fields, "chat_template_kwargs")
     wishes = [
         name
         for name, nothing in _WISHES.items()
@@ -146,19 +147,16 @@ def _request(given: dict[str, Any], **fields: Any) -> Request:
     if not _INCLUDED.issuperset(included):
         # Additional fields of an answer change no response.
         fields["ignored"] = (*fields["ignored"], "include")
-    if type(top) is not int or not 0 <= top <= MOST_TOP_LOGPROBS:
-        raise ConfigurationError(
-            f"top_logprobs={top!r} must be an integer in [0, {MOST_TOP_LOGPROBS}]."
-        )
+    top = check_integer("top_logprobs", top, 0, MOST_TOP_LOGPROBS)
     # Codex names the requesting agent in its own metadata.
-    metadata = [
-        _object(given.pop(name, {}), name) for name in ("client_metadata", "metadata")
-    ]
+    agent, metadata = (
+        pop_object(given, name) for name in ("client_metadata", "metadata")
+    )
     users = [given.pop(name, None) for name in ("user", "safety_identifier")]
     return Request(
         model=str(given.pop("model", "")),
         user=next((str(user) for user in users if user), None),
-        metadata={**metadata[0], **metadata[1]},
+        metadata={**agent, **metadata},
         stream=bool(given.pop("stream", False)),
         keep=bool(given.pop("store", True)),
         logprobs=LOGPROBS in included or top > 0,
@@ -221,19 +219,13 @@ def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     fields = dict(given)
     for name, allowed in _INSIDE.items():
-        for key, value in _object(fields.pop(name, {}), name).items():
+        for key, value in pop_object(fields, name).items():
             if key not in allowed:
                 raise ConfigurationError(
                     f"{name} has {key!r:.50}; it may have {', '.join(allowed)}."
                 )
             fields[f"{name}.{key}"] = value
     return fields
-
-
-def _object(given: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(given, Mapping):
-        raise ConfigurationError(f"{name}={given!r:.50} must be an object.")
-    return given
 
 
 def _included(given: Any) -> list[Any]:
@@ -247,38 +239,14 @@ def _included(given: Any) -> list[Any]:
 
 def _params(given: dict[str, Any]) -> dict[str, Any]:
     """Returns sampling parameters under SGLang's names."""
-    params = _format(given.pop("text.format", None))
-    for name in ("reasoning.summary", "reasoning.generate_summary"):
-        # For the writer only.
-        given.pop(name, None)
-    for name, value in given.items():
-        if name in _ABOUT or value is None:
-            continue
-        if name in _REFUSED:
-            if value:
-                raise ConfigurationError(f"{name} is not supported; {_REFUSED[name]}.")
-            continue
-        sglang_name = _SAMPLING.get(name) or SAMPLING_ALIASES.get(name, name)
-        if sglang_name not in SAMPLING_PARAMETERS:
-            advice = hint(name, [*_SAMPLING, *SAMPLING_PARAMETERS])
-            raise ConfigurationError(
-                f"{name!r} is not a parameter.{advice} A gateway with "
-                f"ignored_params=[{name!r}] leaves it out."
-            )
-        params[sglang_name] = value
-    return params
-
-
-def _format(given: Any) -> dict[str, Any]:
-    kind = given.get("type") if isinstance(given, Mapping) else given
-    if kind in (None, "text"):
-        return {}
-    if kind == "json_object":
-        return {"json_schema": '{"type": "object"}'}
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if kind == "json_schema" and isinstance(schema, Mapping):
-        return {"json_schema": json.dumps(schema)}
-    raise ConfigurationError(
-        f"text.format={given!r:.200} must be of type text, json_object or json_schema "
-        f"(with a schema)."
-    )
+    form = given.pop("text.format", None)
+    writers = ("reasoning.summary", "reasoning.generate_summary")
+    fields = {
+        name: value
+        for name, value in given.items()
+        if name not in writers and (value or name not in _REFUSED)
+    }
+    return {
+        **format_params("text.format", form, nested=False),
+        **read_params(fields, _SAMPLING, about=_ABOUT, refused=_REFUSED),
+    }

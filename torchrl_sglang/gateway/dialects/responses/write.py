@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects.base import AnswerInfo, Asked, Failure, Writer
+from torchrl_sglang.gateway.dialects.openai import logprob_rows
 from torchrl_sglang.gateway.dialects.responses.events import EventStream
 from torchrl_sglang.gateway.dialects.responses.items import to_items
 from torchrl_sglang.gateway.dialects.responses.read import LOGPROBS
@@ -143,7 +143,8 @@ def _response(
         if item["type"] != "custom_tool_call":
             item["status"] = "completed"
         if item["type"] == "message" and with_logprobs:
-            item["content"][0]["logprobs"] = _logprobs(turn, text_of)
+            logprobs = logprob_rows(turn.completion, text_of)
+            item["content"][0]["logprobs"] = logprobs
     if is_cut and "status" in items[-1]:
         items[-1]["status"] = "incomplete"
     return {
@@ -179,33 +180,3 @@ def _tokens_until(turn: Turn, text: str, text_of: TokenText) -> int:
         if remaining <= 0:
             return number
     return len(turn.completion.token_ids)
-
-
-def _logprobs(turn: Turn, text_of: TokenText) -> list[dict[str, Any]]:
-    """Returns log-probs of all tokens of a response, also outside of its text."""
-    done = turn.completion
-    count = len(done.token_ids)
-    empty: list[list[Any]] = [[]] * count
-    rows = zip(
-        done.token_ids,
-        done.log_probs or [math.nan] * count,
-        done.top_token_ids or empty,
-        done.top_log_probs or empty,
-        strict=True,
-    )
-    return [
-        {
-            **_token(token, value, text_of),
-            "top_logprobs": [
-                _token(*row, text_of) for row in zip(tops, values, strict=True)
-            ],
-        }
-        for token, value, tops, values in rows
-    ]
-
-
-def _token(token: int, value: float, text_of: TokenText) -> dict[str, Any]:
-    text = text_of(token)
-    # OpenAI's value for impossible tokens.
-    logprob = value if math.isfinite(value) else -9999.0
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
