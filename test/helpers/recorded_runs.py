@@ -154,17 +154,15 @@ class Recorded:
         self.batch += 1
         ids = [ended.group.id for ended in made]
         self.event("batch", number=self.batch, version=self.batch - 1, ids=ids)
-        rows = [
-            {
-                "key": row_key(row),
-                "advantage": 0.5,
-                "kl": 0.001,
-                "gap": 0.01 * ended.group.id,
-            }
+        gaps = {
+            row_key(row): 0.01 * ended.group.id
             for ended in made
             for each in ended.responses()
             for (row,) in each.rows
-        ]
+        }
+        rows = [{"key": key, "kl": 0.001, "gap": gap} for key, gap in gaps.items()]
+        self.event("scored", rows=rows)
+        rows = [{"key": key, "advantage": 0.5} for key in gaps]
         self.event("trained", step=self.batch, rows=rows)
         self.event(
             "phase", self.time + 2, name="train", span=[self.time, self.time + 2]

@@ -277,11 +277,6 @@ def _staleness(batches: Mapping[int, _BatchTotals]) -> Curve:
 
 
 def _mismatch(run: RunData) -> Curve:
-    names = [
-        name
-        for name in run.metrics
-        if name.rpartition("/")[2] in ("kl", "k3_kl", "kl_approx", "mismatch_kl")
-    ]
     return Curve(
         id="mismatch",
         title="Mismatch KL",
@@ -289,16 +284,11 @@ def _mismatch(run: RunData) -> Curve:
         "with. It should stay near zero; if it grows, so does the bias of training.",
         x="step",
         y="nats for each token",
-        points=[point for name in names for point in _metric(run, name)],
+        points=_metrics_named(run, "kl", "k3_kl", "kl_approx", "mismatch_kl"),
     )
 
 
 def _sample_size(run: RunData) -> Curve:
-    names = [
-        name
-        for name in run.metrics
-        if name.rpartition("/")[2] in ("ESS", "rollout_is_eff_sample_size")
-    ]
     return Curve(
         id="ess",
         title="Effective sample size",
@@ -306,20 +296,28 @@ def _sample_size(run: RunData) -> Curve:
         x="step",
         y="share",
         percent=True,
-        points=[point for name in names for point in _metric(run, name)],
+        points=_metrics_named(run, "ESS", "rollout_is_eff_sample_size"),
+    )
+
+
+def _metrics_named(run: RunData, *names: str) -> list[dict[str, Any]]:
+    """Returns the points of all metrics with these names after their panel."""
+    metrics = [name for name in run.metrics if name.rpartition("/")[2] in names]
+    return [point for name in metrics for point in _metric(run, name)]
+
+
+def _over_time(
+    line: str, run: RunData, samples: Iterable[Mapping[str, Any]], name: str
+) -> list[dict[str, Any]]:
+    """Returns a line of the known values of samples."""
+    values = ((sample["time"] - run.began, sample.get(name)) for sample in samples)
+    return _line(
+        line, [(x, y) for x, value in values if (y := number(value)) is not None]
     )
 
 
 def _speed(run: RunData) -> Curve:
-    since = run.began
-    engine = [
-        (event["time"] - since, number(event.get("tokens_per_second")) or 0.0)
-        for event in run.engine
-    ]
-    collected = [
-        (event["time"] - since, number(event["lately"].get("tokens_per_second")) or 0.0)
-        for event in run.collector
-    ]
+    collector = [{**event["lately"], "time": event["time"]} for event in run.collector]
     return Curve(
         id="speed",
         title="Tokens a second",
@@ -327,7 +325,10 @@ def _speed(run: RunData) -> Curve:
         "the last eight batches: the difference is running, or was lost.",
         x="seconds",
         y="tokens a second",
-        points=[*_line("engine", engine), *_line("complete groups", collected)],
+        points=[
+            *_over_time("engine", run, run.engine, "tokens_per_second"),
+            *_over_time("complete groups", run, collector, "tokens_per_second"),
+        ],
     )
 
 
@@ -352,15 +353,17 @@ def _updates(run: RunData) -> Curve:
 
 
 def _requests(run: RunData) -> Curve:
-    running = [(e["time"] - run.began, _sum(e, "running")) for e in run.engine]
-    queued = [(e["time"] - run.began, _sum(e, "queued")) for e in run.engine]
+    points = []
+    for name in ("running", "queued"):
+        totals = [{"time": e["time"], name: _sum(e, name)} for e in run.engine]
+        points += _over_time(name, run, totals, name)
     return Curve(
         id="requests",
         title="Requests of the servers",
         about="Running and queued ones of all servers.",
         x="seconds",
         y="requests",
-        points=[*_line("running", running), *_line("queued", queued)],
+        points=points,
     )
 
 
@@ -369,19 +372,11 @@ def _sum(event: Mapping[str, Any], name: str) -> float:
 
 
 def _cache(run: RunData) -> Curve:
-    hits = [
-        (event["time"] - run.began, number(event.get("cache_hit_rate")) or 0.0)
-        for event in run.engine
-    ]
-    points = _line("cache hits", hits)
+    points = _over_time("cache hits", run, run.engine, "cache_hit_rate")
     for rank in range(max((len(e["servers"]) for e in run.engine), default=0)):
-        used = [
-            (event["time"] - run.began, usage)
-            for event in run.engine
-            if len(event["servers"]) > rank
-            and (usage := number(event["servers"][rank].get("kv"))) is not None
-        ]
-        points += _line(f"KV cache of server {rank}", used)
+        events = [event for event in run.engine if len(event["servers"]) > rank]
+        samples = [{**e["servers"][rank], "time": e["time"]} for e in events]
+        points += _over_time(f"KV cache of server {rank}", run, samples, "kv")
     return Curve(
         id="cache",
         title="Prefix cache and KV cache",
@@ -395,14 +390,11 @@ def _cache(run: RunData) -> Curve:
 
 
 def _memory(run: RunData) -> Curve:
-    points = []
-    for name, line in (("gpu_allocated", "allocated"), ("gpu_reserved", "reserved")):
-        points_of_line = [
-            (event["time"] - run.began, value / 1e9)
-            for event in run.engine
-            if (value := number(event.get(name))) is not None
-        ]
-        points += _line(line, points_of_line)
+    points = [
+        {**point, "y": point["y"] / 1e9}
+        for line in ("allocated", "reserved")
+        for point in _over_time(line, run, run.engine, f"gpu_{line}")
+    ]
     return Curve(
         id="memory",
         title="GPU memory of the trainer",

@@ -165,7 +165,7 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
     for place in chosen:
         group = with_texts[place]
         # Text, log-probs and versions of a token, as JSON.
-        size += 40 * group.tokens + 2_000
+        size += 40 * group.line.tokens + 2_000
         if size > most_bytes and groups:
             break
         groups.append(group)
@@ -192,7 +192,7 @@ def _conversations(
 ) -> dict[str, Any]:
     scores = _scores(recording, group)
     responses = []
-    for line, text in zip(group.responses, texts["responses"], strict=False):
+    for line, text in zip(group.line.responses, texts["responses"], strict=False):
         keys = line.keys
         advantage = next(
             (group.advantages[key] for key in keys if key in group.advantages), None

@@ -50,11 +50,6 @@ def names_of(recordings: Sequence[Recording]) -> list[str]:
     return [os.fsencode(name).decode("utf-8", "replace") for name in names]
 
 
-def title_of(names: Sequence[str]) -> str:
-    """Returns the title of the page of runs."""
-    return " and ".join(names)
-
-
 def read_runs(recordings: Sequence[Recording]) -> list[RunData]:
     """Returns the runs of recordings under unique names."""
     names = names_of(recordings)
@@ -67,7 +62,7 @@ def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
         merged = merge(runs)
         constant = [curve for curve in merged if curve.is_constant]
         return {
-            "title": title_of([run.name for run in runs]),
+            "title": " and ".join(run.name for run in runs),
             "filters": [[name, *words] for name, words in FILTERS.items()],
             "runs": [_run(run, now) for run in runs],
             "curves": [_curve(curve) for curve in merged if not curve.is_constant],
@@ -99,7 +94,7 @@ def _left_out(run: RunData) -> list[str]:
 
 
 def _facts(run: RunData, table: dict[str, Any]) -> list[list[str]]:
-    tokens = sum(group.tokens for group in run.groups)
+    tokens = sum(group.line.tokens for group in run.groups)
     seconds = max(run.ended - run.began, 0.0) if math.isfinite(run.began) else 0.0
     batches = len(run.batches)
     facts = {

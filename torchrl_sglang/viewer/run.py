@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from torchrl_sglang.recording.lines import GroupLine, ResponseLine, number
+from torchrl_sglang.recording.lines import GroupLine, number
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.viewer.writers import Writers, in_order, time_of
@@ -37,26 +37,6 @@ class Group(msgspec.Struct, kw_only=True, gc=False, eq=False):
     """Key of a row -> largest difference between trainer's and engine's log-probs."""
     scores: dict[str, Any] = {}
     """Key of a row -> position of the trainer's log-probs."""
-
-    @property
-    def ended(self) -> float:
-        """End of the group, in seconds since the epoch."""
-        return self.line.ended
-
-    @property
-    def rewards(self) -> list[float]:
-        """Returns of its responses, without missing returns."""
-        return self.line.rewards
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of its responses."""
-        return self.line.tokens
-
-    @property
-    def responses(self) -> Sequence[ResponseLine]:
-        """Lines of its responses, decoded at each access."""
-        return self.line.responses
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -125,13 +105,10 @@ def _notes(recording: Recording) -> list[str]:
     if recording.unfinished:
         names = ", ".join(sorted(recording.unfinished))
         notes.append(f"The last line of {names} is cut off, and not shown.")
-    shown = [
-        text
-        for text, key in (("prompts", "prompts"), ("responses", "responses"))
-        if recording.manifest.get(key) is False
-    ]
-    if shown:
-        notes.append(f"The run was recorded without its {' and '.join(shown)}.")
+    parts = ("prompts", "responses")
+    absent = [part for part in parts if recording.manifest.get(part) is False]
+    if absent:
+        notes.append(f"The run was recorded without its {' and '.join(absent)}.")
     sample = number(recording.manifest.get("sample"))
     if sample is not None and sample < 1:
         notes.append(f"The conversations of {sample:.0%} of the groups were recorded.")
@@ -150,8 +127,6 @@ class _Assembly:
         self._lost = 0
         self._dropped = 0
         self._batch = 0
-        self._handlers: dict[str, Callable[[Mapping[str, Any], float], None] | None]
-        self._handlers = {}
 
     def add_all(self, recording: Recording) -> None:
         """Adds all lines, except malformed lines."""
@@ -224,10 +199,7 @@ class _Assembly:
             self._see(time)
             if self._writers is not None:
                 self._writers.see(event["writer"], time)
-        if kind not in self._handlers:
-            self._handlers[kind] = getattr(self, f"_on_{kind}", None)
-        handle = self._handlers[kind]
-        if handle is not None:
+        if handle := getattr(self, f"_on_{kind}", None):
             handle(event, time)
 
     def _on_began(self, event: Mapping[str, Any], time: float) -> None:
@@ -256,25 +228,19 @@ class _Assembly:
 
     def _on_trained(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
+            advantage = number(row.get("advantage"))
             for group in self._newest(row["key"], time):
                 group.status = "trained"
-                self._learn(group, row, event)
+                if advantage is not None:
+                    group.advantages[row["key"]] = advantage
 
     def _on_scored(self, event: Mapping[str, Any], time: float) -> None:
         for row in event["rows"]:
+            gap = number(row.get("gap"))
             for group in self._newest(row["key"], time):
-                self._learn(group, row, event)
-
-    def _learn(
-        self, group: Group, row: Mapping[str, Any], event: Mapping[str, Any]
-    ) -> None:
-        key = row["key"]
-        advantage, gap = number(row.get("advantage")), number(row.get("gap"))
-        if advantage is not None:
-            group.advantages[key] = advantage
-        if gap is not None:
-            group.gaps[key] = gap
-            group.scores[key] = event.get("scores")
+                if gap is not None:
+                    group.gaps[row["key"]] = gap
+                    group.scores[row["key"]] = event.get("scores")
 
     def _newest(self, key: str, time: float) -> Sequence[Group]:
         """Returns the newest group with a complete row at a time.
@@ -282,7 +248,7 @@ class _Assembly:
         Groups of a batch may have the same prompt and tokens; then all are returned.
         """
         if key in self._again:
-            groups = [group for group in self._again[key] if group.ended <= time]
+            groups = [group for group in self._again[key] if group.line.ended <= time]
             batch = max([group.batch or 0 for group in groups], default=0)
             # Groups without a batch do not count.
             return [group for group in groups if group.batch == batch] or groups[-1:]

@@ -22,7 +22,6 @@ from torchrl_sglang.viewer.page import (
     page_data,
     page_html,
     read_runs,
-    title_of,
 )
 from torchrl_sglang.viewer.run import RunData, find_group
 
@@ -45,7 +44,7 @@ class Viewer:
         self._recordings = recordings
         self._lock = threading.Lock()
         self._runs: list[RunData] = []
-        self._page = page_html(title_of(names_of(recordings)), "")
+        self._page = page_html(" and ".join(names_of(recordings)), "")
         self._data = self._tag = ""
         self._made_at = 0.0
         self._next_at = 0.0

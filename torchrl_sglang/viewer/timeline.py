@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
+
 from torchrl_sglang.viewer.run import Bar, RunData
 
 MOST_BARS = 1_500
@@ -118,27 +120,14 @@ def server_spans(run: RunData) -> dict[str, list[Bar]]:
     steps = sorted(later - earlier for earlier, later in pairwise(times))
     usual = steps[len(steps) // 2] if steps else 1.0
     bars: dict[str, list[Bar]] = defaultdict(list)
-    # Of each server: state, description, begin and end of the current bar.
-    open_bars: dict[int, tuple[str, str, float, float]] = {}
     for event, following in zip(run.engine, [*times[1:], run.ended], strict=False):
         start = event["time"]
         end = max(min(following, start + GAP * usual), start)
         for rank, server in enumerate(event["servers"]):
             state, about = state_of(server), about_server(server)
-            open_bar = open_bars.get(rank)
-            if open_bar is not None:
-                if open_bar[:2] == (state, about) and start <= open_bar[3] + SAME:
-                    open_bars[rank] = (state, about, open_bar[2], max(open_bar[3], end))
-                    continue
-                bars[f"server {rank}"].append(_bar(*open_bar))
-            open_bars[rank] = (state, about, start, end)
-    for rank, open_bar in open_bars.items():
-        bars[f"server {rank}"].append(_bar(*open_bar))
-    return dict(bars)
-
-
-def _bar(name: str, about: str, began: float, ended: float) -> Bar:
-    return Bar(name=name, began=began, ended=ended, about=about)
+            bar = Bar(name=state, began=start, ended=end, about=about)
+            bars[f"server {rank}"].append(bar)
+    return {name: join(bars_of_server) for name, bars_of_server in bars.items()}
 
 
 def state_of(server: Any) -> str:
@@ -168,10 +157,7 @@ def join(bars: Iterable[Bar]) -> list[Bar]:
             and (previous.name, previous.about) == (bar.name, bar.about)
             and bar.began <= previous.ended + SAME
         ):
-            end = max(previous.ended, bar.ended)
-            joined[-1] = Bar(
-                name=bar.name, began=previous.began, ended=end, about=bar.about
-            )
+            joined[-1] = replace(previous, ended=max(previous.ended, bar.ended))
         else:
             joined.append(bar)
     return joined
@@ -193,15 +179,11 @@ def override(bars: Sequence[Bar], updates: Sequence[Bar]) -> list[Bar]:
         while place < len(updates) and (new := updates[place]).began < bar.ended:
             place += 1
             if new.began > start:
-                parts.append(_part(bar, start, new.began))
+                parts.append(replace(bar, began=start, ended=new.began))
             start = max(start, new.ended)
         if start < bar.ended:
-            parts.append(_part(bar, start, bar.ended))
+            parts.append(replace(bar, began=start))
     return sorted([*parts, *updates], key=lambda bar: bar.began)
-
-
-def _part(bar: Bar, began: float, ended: float) -> Bar:
-    return Bar(name=bar.name, began=began, ended=ended, about=bar.about)
 
 
 def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:

@@ -199,7 +199,7 @@ def test_lines_of_another_kind_are_counted(folder):
     assert (recording.malformed, recording.damage.count) == (3, 1)
     (run,) = read_runs([recording])
     (group,) = [group for group in run.groups if group.id == "99"]
-    assert (group.tokens, group.rewards) == (7, [])
+    assert (group.line.tokens, group.line.rewards) == (7, [])
 
 
 def test_a_group_has_the_totals_of_its_responses(tmp_path):
@@ -261,7 +261,7 @@ def test_a_run_that_goes_on_has_the_groups_of_both_parts(tmp_path):
     assert [group.id for group in run.groups if group.status == "stale"] == ["1", "1.2"]
     for number, written in enumerate(parts, 1):
         own = [group for group in run.groups if group.batch == number]
-        assert sorted(sum(group.rewards) for group in own) == sorted(
+        assert sorted(sum(group.line.rewards) for group in own) == sorted(
             sum(response.reward for response in group.responses) for group in written
         )
     # One that was killed leaves no group in flight behind.
