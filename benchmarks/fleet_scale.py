@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM
 from fleet_servers import address
 from script import memory, read_options
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.cli.bench.measure import Clock, save_model
+from torchrl_sglang.cli.bench.models import save_model
+from torchrl_sglang.cli.bench.timing import Clock
 from torchrl_sglang.support.event_loop import run_async, run_sync
 
 SERVERS = (1, 4, 16, 64, 256, 1024)

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from script import read_options
 from torchrl_sglang import CorrectedGRPOLoss
-from torchrl_sglang.cli.bench.measure import median_seconds
+from torchrl_sglang.cli.bench.timing import median_seconds
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from trained_model import make_trained_model
 

@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from script import read_options
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
-from torchrl_sglang.cli.bench.measure import exact_length, save_model, start_engine
+from torchrl_sglang.cli.bench.generation import exact_length
+from torchrl_sglang.cli.bench.models import save_model, start_engine
 
 RUNNING = (32, 256, 1024)
 """Responses at a time."""

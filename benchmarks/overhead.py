@@ -44,15 +44,10 @@ from torchrl_sglang import AsyncLLMCollector, AsyncSGLang, SGLangWrapper
 from torchrl_sglang.backends.fleet.membership import Fleet
 from torchrl_sglang.backends.fleet.replica import Replica
 from torchrl_sglang.chat.template import ChatTemplate
-from torchrl_sglang.cli.bench.measure import (
-    GROUP_SIZE,
-    Clock,
-    exact_length,
-    make_env,
-    median_seconds,
-    reward,
-    start_engine,
-)
+from torchrl_sglang.cli.bench.collectors import GROUP_SIZE, make_env, reward
+from torchrl_sglang.cli.bench.generation import exact_length
+from torchrl_sglang.cli.bench.models import start_engine
+from torchrl_sglang.cli.bench.timing import Clock, median_seconds
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.requests.request import GenerateRequest

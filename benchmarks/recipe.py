@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from script import print_row, read_options
 from torchrl_sglang import GRPO
-from torchrl_sglang.cli.bench.measure import BUILT_IN, save_model, server_arguments
+from torchrl_sglang.cli.bench.models import BUILT_IN, save_model, server_arguments
 from torchrl_sglang.trainers.ranks import find_trainer_ranks
 
 PHASES = ("collect", "train", "update", "sleep")

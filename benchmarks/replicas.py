@@ -32,7 +32,8 @@ from script import memory, read_options
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.backends.launch.ports import PORTS
 from torchrl_sglang.backends.launch.watchdog import descendants
-from torchrl_sglang.cli.bench.measure import exact_length, start_engine
+from torchrl_sglang.cli.bench.generation import exact_length
+from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.errors import SGLangError
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer

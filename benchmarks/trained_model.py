@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchrl_sglang.cli.bench.measure import save_model
+from torchrl_sglang.cli.bench.models import save_model
 
 
 def make_trained_model(name: str, device: str) -> Any:

@@ -34,7 +34,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from script import print_row, read_options
 from torchrl_sglang import CorrectedGRPOLoss, Learner
-from torchrl_sglang.cli.bench.measure import Load, long_tailed
+from torchrl_sglang.cli.bench.generation import long_tailed
+from torchrl_sglang.cli.bench.models import Load
 from torchrl_sglang.objectives.attention import no_mask
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer

@@ -36,12 +36,10 @@ from torchrl.weight_update.llm import SGLangWeightSyncScheme as TorchRLScheme
 from script import print_row, read_options
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.backends.launch.loaders import torchrl_sglang_delta as loader
-from torchrl_sglang.cli.bench.measure import (
-    exact_length,
-    median_seconds,
-    random_weights,
-    start_engine,
-)
+from torchrl_sglang.cli.bench.generation import exact_length
+from torchrl_sglang.cli.bench.models import start_engine
+from torchrl_sglang.cli.bench.timing import median_seconds
+from torchrl_sglang.cli.bench.transfer import random_weights
 from torchrl_sglang.weight_update.transports.delta import MESSAGE_BYTES
 from torchrl_sglang.weight_update.transports.delta_messages import (
     DeltaWriter,

@@ -69,11 +69,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns the exit status.
-
-    Args:
-        argv: the command line; by default this process's.
-    """
+    """Runs a command and returns the exit status."""
     arguments = parse(sys.argv[1:] if argv is None else argv)
     try:
         with interruptible():

@@ -223,10 +223,6 @@ def split(words: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], lis
 
     A word after an option of the server is its value. ``own`` are the command's
     options, and whether each takes a value.
-
-    Examples:
-        >>> split(["model", "--tp-size", "2", "--json"], {"--json": False})
-        (['model', '--json'], ['--tp-size', '2'])
     """
     command, engine = list[str](), list[str]()
     target, value_follows = command, False
@@ -252,10 +248,6 @@ def engine_arguments(words: Iterable[str], own: Iterable[str] = ()) -> dict[str,
     everything else stays text. An option without a value is ``True``, an option with
     several is a list, and ``--no-name`` without a value is ``name=False``. ``own`` are
     options of the command, for suggestions.
-
-    Examples:
-        >>> engine_arguments(["--tp-size", "2", "--no-enable-prefix-caching"])
-        {'tp_size': 2, 'enable_prefix_caching': False}
     """
     by_name: dict[str, list[str]] = {}
     values: list[str] = []

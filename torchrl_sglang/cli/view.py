@@ -105,11 +105,7 @@ def _open(url: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Writes the page.
-
-    Raises:
-        ConfigurationError: if it cannot be written.
-    """
+    """Writes the page, for its owner alone."""
     try:
         with open(path, "w", encoding="utf-8", opener=for_owner) as file:
             file.write(text)

@@ -77,32 +77,18 @@ def files_of(folder: Path, stream: str) -> list[tuple[Path, int]]:
 
 
 def number_of(name: str) -> int:
-    """Returns the number of a file, by its name; -1: it has none.
-
-    Examples:
-        >>> number_of("events-1a218c1a40bf80f-00012.jsonl")
-        12
-    """
+    """Returns the number of a file, by its name; -1: it has none."""
     number = name.rpartition("-")[2].partition(".")[0]
     return int(number) if number.isdecimal() else -1
 
 
 def writer_of(name: str) -> str:
-    """Returns the writer of a file, by its name.
-
-    Examples:
-        >>> writer_of("events-1a218c1a40bf80f-00000.jsonl")
-        '1a218c1a40bf80f'
-    """
+    """Returns the writer of a file, by its name."""
     return name.partition("-")[2].rpartition("-")[0]
 
 
 def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
-    """Makes a folder a recording; one that is one already goes on.
-
-    Raises:
-        ConfigurationError: if it cannot be written, or has another format.
-    """
+    """Makes a folder a recording; an existing recording is continued."""
     try:
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         path = folder / MANIFEST
@@ -131,11 +117,7 @@ def write_manifest(folder: Path, bounds: Bounds, version: str) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the manifest of a recording.
-
-    Raises:
-        ConfigurationError: if the folder is none, or has another format.
-    """
+    """Returns the manifest of a recording of this format."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
@@ -162,11 +144,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def find_recording(given: str | os.PathLike[str]) -> Path:
-    """Returns the folder of a recording: a given one, or the one of a run in it.
-
-    Raises:
-        ConfigurationError: if there is none.
-    """
+    """Returns the folder of a recording, given itself or the folder of its run."""
     folder = Path(given).expanduser()
     if not folder.is_dir():
         reason = "is a file" if folder.exists() else "does not exist"
@@ -178,12 +156,7 @@ def find_recording(given: str | os.PathLike[str]) -> Path:
 
 
 def pack(values: Sequence[float] | np.ndarray[Any, Any], kind: str) -> bytes:
-    r"""Returns numbers as little-endian ``"i4"`` or ``"f4"``; in a line it is base64.
-
-    Examples:
-        >>> pack([1, 2], "i4")
-        b'\x01\x00\x00\x00\x02\x00\x00\x00'
-    """
+    """Returns numbers as little-endian ``"i4"`` or ``"f4"``; in a line it is base64."""
     if isinstance(values, list):
         try:
             # Half of the time of an array of numpy.
@@ -197,15 +170,7 @@ def pack(values: Sequence[float] | np.ndarray[Any, Any], kind: str) -> bytes:
 
 
 def unpack(text: str, kind: str) -> np.ndarray[Any, Any]:
-    """Returns the numbers that :func:`pack` packed, of the text in a line.
-
-    Examples:
-        >>> unpack(base64.b64encode(pack([1, 2], "i4")).decode(), "i4").tolist()
-        [1, 2]
-
-    Raises:
-        ValueError: if it is no such text.
-    """
+    """Returns the numbers of :func:`pack`, given the text in a line."""
     # Not needed to open a run.
     import numpy as np
 

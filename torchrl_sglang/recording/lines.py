@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -120,16 +119,7 @@ _WHOLE = msgspec.json.Decoder(_WholeLine)
 
 
 def read_line(line: bytes) -> dict[str, Any]:
-    """Returns a line as a dictionary.
-
-    Raises:
-        ValueError: if it is none.
-        RecursionError: if it is nested too deeply.
-
-    Examples:
-        >>> read_line(b'{"kind": "step", "step": 1}')
-        {'kind': 'step', 'step': 1}
-    """
+    """Returns a line as a dictionary, or raises one of :data:`ERRORS`."""
     try:
         record = msgspec.json.decode(line)
     except ValueError:
@@ -141,22 +131,7 @@ def read_line(line: bytes) -> dict[str, Any]:
 
 
 def read_group(line: bytes, writer: str = "") -> GroupLine | None:
-    """Returns a line of the stream of groups; ``None``: a record, but not of a group.
-
-    Args:
-        line: what was read.
-        writer: of its file.
-
-    Raises:
-        ValueError: if it is no record.
-        RecursionError: if it is nested too deeply.
-
-    Examples:
-        >>> line = b'{"id": 1, "time": [0, 1], "status": "complete", "responses": []}'
-        >>> read_group(line).status
-        'complete'
-        >>> read_group(b'{"id": 1}')
-    """
+    """Returns a line of the stream of groups; ``None``: it is no group."""
     try:
         return _with_totals(_decode(line), line, writer)
     except (msgspec.ValidationError, LookupError, TypeError, AttributeError):
@@ -179,21 +154,8 @@ def _decode(line: bytes) -> _WholeLine:
 
 def _with_totals(group: _WholeLine, line: bytes, writer: str) -> GroupLine:
     responses = group.responses
-    keys, rewards, named = list[str](), list[float](), list[dict[str, float | None]]()
-    tokens = turns = tools = cut = 0
-    oldest: int | None = None
-    for response in responses:
-        keys += response.keys
-        tokens += response.tokens
-        tools += response.tools
-        cut += response.cut
-        turns = max(turns, response.turns)
-        if response.reward is not None:
-            rewards.append(response.reward)
-        if response.rewards:
-            named.append(response.rewards)
-        if response.versions and (oldest is None or response.versions[0] < oldest):
-            oldest = response.versions[0]
+    rewards = [r.reward for r in responses if r.reward is not None]
+    versions = [r.versions[0] for r in responses if r.versions]
     start, end = group.time
     return GroupLine(
         id=group.id,
@@ -208,32 +170,26 @@ def _with_totals(group: _WholeLine, line: bytes, writer: str) -> GroupLine:
         texts=group.texts,
         source=line,
         count=len(responses),
-        keys=keys,
+        keys=[key for response in responses for key in response.keys],
         rewards=rewards,
-        best=max(rewards) if rewards else None,
-        worst=min(rewards) if rewards else None,
-        named=_sums(named),
-        tokens=tokens,
-        turns=turns,
-        tools=tools,
-        cut=cut,
-        oldest=oldest,
+        best=max(rewards, default=None),
+        worst=min(rewards, default=None),
+        named=_sums(responses),
+        tokens=sum([response.tokens for response in responses]),
+        turns=max([response.turns for response in responses], default=0),
+        tools=sum([response.tools for response in responses]),
+        cut=sum([response.cut for response in responses]),
+        oldest=min(versions, default=None),
     )
 
 
-def _sums(responses: list[dict[str, float | None]]) -> dict[str, tuple[float, int]]:
+def _sums(responses: list[ResponseLine]) -> dict[str, tuple[float, int]]:
     """Returns the sum and the number of the values that each name has."""
-    sums = {}
-    for name in dict.fromkeys(chain.from_iterable(responses)):
-        try:
-            values: list[Any] = [response[name] for response in responses]
-            total = sum(values)
-        except (KeyError, TypeError):
-            # Some have no value.
-            named_values = [response.get(name) for response in responses]
-            values = [value for value in named_values if value is not None]
-            total = sum(values)
-        sums[name] = total, len(values)
+    sums: dict[str, tuple[float, int]] = {}
+    for response in responses:
+        for name, value in response.rewards.items():
+            total, count = sums.get(name, (0.0, 0))
+            sums[name] = total + (value or 0.0), count + (value is not None)
     return sums
 
 

@@ -19,12 +19,7 @@ Read = Callable[[], Mapping[str, Any] | None]
 
 
 class ServerPoll:
-    """Asks at an interval, and has the answers written.
-
-    Args:
-        writer: of the recording.
-        seconds: interval.
-    """
+    """Reads statistics at an interval, in seconds, and has them written."""
 
     def __init__(self, writer: RecordWriter, seconds: float) -> None:
         self._writer = writer

@@ -235,12 +235,7 @@ class Recording:
 
 
 def find_all(folders: list[Any]) -> list[Recording]:
-    """Finds several recordings, and reads no line of them.
-
-    Raises:
-        ConfigurationError: if there is none, one of them is no recording, or two are
-            the same.
-    """
+    """Finds one or several different recordings, and reads no line of them."""
     if not folders:
         raise ConfigurationError("Give the folder of a run.")
     recordings = [Recording.find(folder) for folder in folders]

@@ -29,11 +29,7 @@ class StreamPlace:
 class LineStream:
     """Files of one kind of lines; the oldest one makes room for the next.
 
-    Args:
-        folder: of the recording.
-        name: of the stream.
-        writer: of this process.
-        most_bytes: of all files of the stream, also those of earlier writers.
+    ``most_bytes`` bounds all files of the stream, also those of earlier writers.
     """
 
     folder: Path
@@ -52,11 +48,7 @@ class LineStream:
     _size: int = 0
 
     def append(self, line: bytes) -> StreamPlace:
-        """Writes a line, and returns where it is.
-
-        Raises:
-            OSError: if it cannot be written; the next line begins a new file.
-        """
+        """Writes a line, and returns where it is; an error ends the file."""
         if self._file is None or self._size + len(line) > self._most_of_file:
             self._begin_file()
         assert self._file is not None
@@ -71,11 +63,7 @@ class LineStream:
         return place
 
     def flush(self) -> None:
-        """Flushes the lines to the system.
-
-        Raises:
-            OSError: as :meth:`append`.
-        """
+        """Flushes the lines to the system; an OSError is as in :meth:`append`."""
         if self._file is not None:
             try:
                 self._file.flush()

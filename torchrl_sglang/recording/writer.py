@@ -47,13 +47,7 @@ def _to_text(value: Any) -> str:
 
 
 class Files:
-    """The streams of a recording, in the writer's thread.
-
-    Args:
-        folder: of the recording.
-        writer: name of this writer.
-        max_bytes: of the folder.
-    """
+    """The streams of a recording, in the writer's thread."""
 
     def __init__(self, folder: Path, writer: str, max_bytes: int) -> None:
         self._streams = {
@@ -108,14 +102,8 @@ class _Waiting(msgspec.Struct, frozen=True, gc=False):
 class RecordWriter:
     """Runs jobs in a thread; nothing that a job does reaches its caller.
 
-    It refers to nothing of its owner, which may be dropped while this runs.
-
-    Args:
-        files: to write to.
-        name: of the recording, for warnings.
-
-    Attributes:
-        lost (int): jobs that were not written.
+    It refers to nothing of its owner, which may be dropped while this runs. ``lost``
+    counts the jobs that were not written.
     """
 
     def __init__(self, files: Files, name: str) -> None:
@@ -133,12 +121,7 @@ class RecordWriter:
         self._thread: threading.Thread | None = None
 
     def put(self, job: Job, cost: int = 1) -> None:
-        """Has a job run soon.
-
-        Args:
-            job: what to write.
-            cost: tokens that it holds until then.
-        """
+        """Has a job run soon; ``cost``: tokens that it holds until then."""
         if os.getpid() != self._pid:
             # The thread is the parent's.
             return

@@ -5,22 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torchrl_sglang.telemetry.parts import make_readers, read_all
 from torchrl_sglang.types import Distribution, EngineStats, UpdateStats
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Reading:
-    """Statistics of a part, and when they were read."""
-
-    at: float
-    """Monotonic time."""
-    stats: Any
-    """The statistics."""
 
 
 class StepFigures:
@@ -57,15 +46,11 @@ class StepFigures:
         timeout: float = 2.0,
     ) -> None:
         self._readers = make_readers(
-            {
-                "engine": engine,
-                "collector": collector,
-                "gateway": gateway,
-                "weights": scheme,
-            }
+            engine=engine, collector=collector, gateway=gateway, weights=scheme
         )
         self._timeout = timeout
-        self._before: dict[str, _Reading] = {}
+        # Part -> monotonic time and statistics of the last reading.
+        self._before: dict[str, tuple[float, Any]] = {}
         # Earlier activity does not count.
         self.read()
 
@@ -76,16 +61,16 @@ class StepFigures:
         slow part, there are none.
         """
         figures: dict[str, float] = {}
-        stats = read_all(self._readers.values(), self._timeout, time.monotonic)
+        stats = read_all(self._readers.values(), self._timeout)
         for name, now in stats.items():
             if now is None:
                 continue
-            at, earlier = time.monotonic(), self._before.get(name)
-            self._before[name] = _Reading(at=at, stats=now)
-            if earlier is None:
+            at, before = time.monotonic(), self._before.get(name)
+            self._before[name] = at, now
+            if before is None:
                 continue
-            seconds = max(at - earlier.at, 1e-9)
-            compute = partial(_known, name, now, earlier.stats, seconds)
+            seconds = max(at - before[0], 1e-9)
+            compute = partial(_known, name, now, before[1], seconds)
             figures |= self._readers[name].attempt(compute) or {}
         return figures
 
@@ -107,10 +92,7 @@ def engine_figures(
 ) -> Figures:
     """Yields the figures of an engine between two readings.
 
-    Args:
-        now: the later statistics.
-        before: the earlier statistics; ``None`` counts from the engine's start.
-        seconds: time between them.
+    Without an earlier reading, they count from its start.
     """
 
     def more(name: str) -> float:

@@ -7,8 +7,9 @@ timeout, and a hanging part costs a single thread, instead of a thread per read.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -24,12 +25,7 @@ a server gets five to answer."""
 
 
 class PartReader:
-    """Reads the statistics of a part, without keeping it alive.
-
-    Args:
-        name: name of the part.
-        part: an object with ``stats()``, or with a method for such a sender.
-    """
+    """Reads the statistics of a part, without keeping it alive."""
 
     def __init__(self, name: str, part: Any) -> None:
         self.name = name
@@ -90,12 +86,8 @@ def _reference(part: Any) -> Callable[[], Any]:
         return lambda: part
 
 
-def make_readers(parts: Mapping[str, Any]) -> dict[str, PartReader]:
-    """Returns a reader for each part other than ``None``.
-
-    Raises:
-        ConfigurationError: if there is none, or a part has no statistics.
-    """
+def make_readers(**parts: Any) -> dict[str, PartReader]:
+    """Returns a reader for each part other than ``None``, which are checked."""
     readers = {
         name: PartReader(name, _with_stats(name, part))
         for name, part in parts.items()
@@ -106,7 +98,6 @@ def make_readers(parts: Mapping[str, Any]) -> dict[str, PartReader]:
             "There is nothing to read; give an engine, a collector, a gateway or a "
             "scheme."
         )
-    assert readers.keys() <= ROWS.keys()
     return readers
 
 
@@ -131,12 +122,11 @@ _REMEDY = {
 }
 
 
-def read_all(
-    readers: Iterable[PartReader], seconds: float, clock: Callable[[], float]
-) -> dict[str, Stats | None]:
+def read_all(readers: Iterable[PartReader], seconds: float) -> dict[str, Stats | None]:
     """Returns the statistics of all parts, read side by side; ``None``: it failed."""
-    deadline = clock() + seconds
+    deadline = time.monotonic() + seconds
     begun = [(reader, reader.begin()) for reader in readers]
     return {
-        reader.name: reader.end(future, deadline - clock()) for reader, future in begun
+        reader.name: reader.end(future, deadline - time.monotonic())
+        for reader, future in begun
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -81,12 +80,7 @@ class StatsFamilies:
     ) -> None:
         check_installed()
         self._readers = make_readers(
-            {
-                "engine": engine,
-                "collector": collector,
-                "gateway": gateway,
-                "weights": scheme,
-            }
+            engine=engine, collector=collector, gateway=gateway, weights=scheme
         )
         self._labels = check_labels(labels)
         self._timeout = timeout
@@ -99,7 +93,7 @@ class StatsFamilies:
         """Yields the families of all parts."""
         from prometheus_client.core import GaugeMetricFamily
 
-        stats = read_all(self._readers.values(), self._timeout, time.monotonic)
+        stats = read_all(self._readers.values(), self._timeout)
         text = "1 if the statistics of a part could be read, and 0 otherwise."
         up = GaugeMetricFamily(UP, text, labels=[*self._labels, "part"])
         families = {
@@ -156,11 +150,7 @@ def _buckets(values: Distribution) -> list[tuple[str, float]]:
 
 
 def check_labels(labels: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns labels of all metrics.
-
-    Raises:
-        ConfigurationError: if a name is invalid in Prometheus or taken by a metric.
-    """
+    """Returns the labels of all metrics, if their names are valid and free."""
     checked = dict(labels or {})
     for name, value in checked.items():
         if not isinstance(name, str) or not _LABEL.fullmatch(name) or name in _TAKEN:

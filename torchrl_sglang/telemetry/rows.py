@@ -46,12 +46,7 @@ class MetricRow:
 
 
 def exported_name(part: str, name: str) -> str:
-    """Returns the name of a metric in Prometheus.
-
-    Examples:
-        >>> exported_name("engine", "retries")
-        'torchrl_sglang_engine_retries_total'
-    """
+    """Returns the name of a metric in Prometheus."""
     end = "_total" if ROWS[part][name].kind == "counter" else ""
     return f"{PREFIX}_{part}_{name}{end}"
 

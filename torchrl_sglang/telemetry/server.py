@@ -162,14 +162,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 def targets_of(engine: Any) -> list[dict[str, Any]]:
-    """Returns an engine's servers in the format of Prometheus' service discovery.
-
-    Examples:
-        >>> class Engine:
-        ...     metrics_urls = ("http://10.0.0.1:30000/metrics",)
-        >>> targets_of(Engine())
-        [{'targets': ['10.0.0.1:30000'], 'labels': {'__scheme__': 'http'}}]
-    """
+    """Returns an engine's servers in the format of Prometheus' service discovery."""
     by_scheme: dict[str, list[str]] = {}
     for url in getattr(engine, "metrics_urls", ()):
         parsed = urlsplit(url)

@@ -96,16 +96,7 @@ def figures_of(run: RunData, lanes: Mapping[str, Sequence[Bar]]) -> Figures | No
 
 
 def advise(found: Figures | None) -> str:
-    """Returns a run's bottleneck and its remedy.
-
-    Examples:
-        >>> figures = Figures(
-        ...     waiting=0.0, training=0.9, sending=0.05, saving=0.05, idle=0.6,
-        ...     queued=0.0, environment=False, max_staleness=1,
-        ... )
-        >>> print(advise(figures).partition(",")[0])
-        Training bounds the run: the trainer trains 90% of the time and waits 0%
-    """
+    """Returns a run's bottleneck and its remedy."""
     if found is None:
         return (
             "What bounds the run is not known yet: no phase of the trainer was "

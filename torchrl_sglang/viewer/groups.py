@@ -175,8 +175,7 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
 def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | None:
     """Returns the conversations of a group with their tokens.
 
-    Returns:
-        ``None`` if they were not recorded, were replaced by newer rows, or are damaged.
+    ``None``: they were not recorded, were replaced by newer rows, or are damaged.
     """
     texts = recording.read_texts(group.line.texts)
     if texts is None:

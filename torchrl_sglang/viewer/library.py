@@ -22,9 +22,6 @@ def library() -> str:
 
     The package bundles it in seconds, so it is cached in a folder for temporary files,
     writable only by this user.
-
-    Raises:
-        ConfigurationError: if the package is not installed.
     """
     try:
         import vl_convert

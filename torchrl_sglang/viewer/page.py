@@ -158,16 +158,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def page_html(title: str, data: str) -> str:
-    """Returns the page.
-
-    Args:
-        title: title of the page.
-        data: :func:`page_data` with ``conversations`` of groups, by run and number, as
-            :func:`as_script`. Empty for the page of a server, which it queries.
-
-    Raises:
-        ConfigurationError: if the plotting library is not installed.
-    """
+    """Returns the page; ``data``, its content as a script, is empty for a server's."""
     parts = {
         "title": html.escape(title),
         "style": _static("page.css"),

@@ -34,11 +34,7 @@ HOST = "127.0.0.1"
 
 
 class Viewer:
-    """Provides the current content of recordings.
-
-    Args:
-        recordings: recordings of the runs, in the order of the page.
-    """
+    """Provides the current content of recordings, in the order of the page."""
 
     def __init__(self, recordings: Sequence[Recording]) -> None:
         self._recordings = recordings
@@ -100,13 +96,6 @@ class ViewerServer(ThreadingHTTPServer):
 
     Based on the standard library, as the import of a larger server takes as long as
     reading a run of ten thousand responses.
-
-    Args:
-        viewer: provides the content.
-        port: port to listen on; 0: a free port.
-
-    Raises:
-        OSError: if the port cannot be used.
     """
 
     daemon_threads = True
@@ -197,11 +186,7 @@ class _PageHandler(BaseHTTPRequestHandler):
 
 
 def serve(viewer: Viewer, port: int, *, ready: Callable[[str], None]) -> None:
-    """Serves until an exception ends it; ``ready`` is called with the address.
-
-    Raises:
-        OSError: if the port cannot be used.
-    """
+    """Serves until an exception ends it; ``ready`` is called with the address."""
     with ViewerServer(viewer, port) as server:
         # The browser is not there yet.
         threading.Thread(target=_read, args=(viewer,), daemon=True).start()

@@ -187,13 +187,7 @@ def override(bars: Sequence[Bar], updates: Sequence[Bar]) -> list[Bar]:
 
 
 def thin(bars: Sequence[Bar], most: int = MOST_BARS) -> list[Bar]:
-    """Returns at most ``most`` bars: each time has its longest state.
-
-    Examples:
-        >>> bars = [Bar(name="ab"[n % 2], began=n, ended=n + 1) for n in range(100)]
-        >>> len(thin(bars, 10)) <= 10
-        True
-    """
+    """Returns at most ``most`` bars: each time has its longest state."""
     if len(bars) <= most or not bars:
         return list(bars)
     start, end = bars[0].began, max(bar.ended for bar in bars)

@@ -13,8 +13,7 @@ from torchrl_sglang.recording.lines import number
 class Writers:
     """Recorders of a folder: they number groups alike, and some were killed.
 
-    Args:
-        names: the writers of groups, in the order of their starts.
+    ``names`` are in the order of their starts.
     """
 
     def __init__(self, names: Sequence[str] = ()) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import json
@@ -16,7 +15,7 @@ import pytest
 from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.bench import measure, plan, to_lines
+from torchrl_sglang.cli.bench import plan, to_lines
 from torchrl_sglang.cli.bench.collectors import default_in_flight
 from torchrl_sglang.cli.bench.generation import (
     long_tailed,
@@ -37,7 +36,7 @@ def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", trainer_python())
 
 
-SCRIPTS = sorted((Path(__file__).parents[3] / "benchmarks").glob("*.py"))
+SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 
 
 def bench(capsys, *words: str) -> dict:
@@ -323,23 +322,8 @@ def test_tables():
         assert words in text
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_our_own_scripts_measure_as_bench_does(script):
-    """They take what they share with it from one module."""
-    for node in ast.walk(ast.parse(script.read_text())):
-        module = getattr(node, "module", None) or ""
-        if module.startswith("torchrl_sglang.cli"):
-            assert module == measure.__name__
-            assert all(hasattr(measure, alias.name) for alias in node.names)
-
-
-def test_what_measure_does_not_have():
-    with pytest.raises(AttributeError, match="has no attribute 'stopwatch'"):
-        _ = measure.stopwatch
-
-
 def test_options_of_a_script(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(SCRIPTS[0].parent)
+    monkeypatch.syspath_prepend(SCRIPTS)
     read_options = importlib.import_module("script").read_options
     words = ["0.5b", "--device", "cuda", "--staleness", "0", "2", "--sessions", "4"]
     monkeypatch.setattr(sys, "argv", ["script.py", *words, "--limit", "7", "--fast"])

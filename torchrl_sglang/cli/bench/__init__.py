@@ -3,7 +3,7 @@
 ``models.py`` starts the engine; ``generation.py``, ``collectors.py`` and
 ``transfer.py`` measure it, with the clock and the medians of ``timing.py``; this module
 selects the measurements, and prints the results. The scripts in ``benchmarks/`` use the
-same code, through ``measure.py``.
+same code.
 
 A measurement is a row of ``ACTIONS`` if users may run it, and otherwise a script in
 ``benchmarks/``; its figures are in ``benchmarks/RESULTS.md``.
@@ -148,14 +148,7 @@ def run(arguments: argparse.Namespace) -> int:
 def plan(
     actions: tuple[str, ...], model: str | None, *, connect: bool
 ) -> list[tuple[str | None, tuple[str, ...]]]:
-    """Returns the measurements, and their model.
-
-    Examples:
-        >>> plan(("throughput", "latency", "weights"), None, connect=False)
-        [('tiny', ('throughput', 'latency')), ('35m', ('weights',))]
-        >>> plan(("weights",), "7b", connect=False)
-        [('7b', ('weights',))]
-    """
+    """Returns the measurements, and their model."""
     if model is not None or connect:
         return [(model, actions)]
     groups = itertools.groupby(actions, MODELS.__getitem__)

@@ -187,14 +187,7 @@ def make_prompts(
 
 
 def long_tailed(load: Load) -> list[int]:
-    """Returns lengths of responses, log-normal, from 1/64 of the longest on.
-
-    Examples:
-        >>> import statistics
-        >>> lengths = long_tailed(Load(prompts=1024, new_tokens=2048))
-        >>> min(lengths), statistics.median(lengths), max(lengths)
-        (32, 265.5, 2048)
-    """
+    """Returns lengths of responses, log-normal, from 1/64 of the longest on."""
     source = random.Random(0)
     longest, shortest = load.new_tokens, max(load.new_tokens // TAIL, 1)
     middle, spread = math.log(longest * shortest) / 2, math.log(longest / shortest) / 4

@@ -35,6 +35,7 @@ import venv
 from collections.abc import Collection, Iterable, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 from torchrl_sglang.backends.launch.cpu import DEFAULT_VERSION, VERSIONS, check_version
 from torchrl_sglang.cli.cpu.packages import install_packages
@@ -55,15 +56,8 @@ def install(
 ) -> bool:
     """Completes the engine environment; returns whether anything was missing.
 
-    Args:
-        prefix: folder of the environment.
-        versions: further versions of SGLang, out of ``cpu.VERSIONS``.
-        with_torch: ``False`` leaves torch to a later call, when the trainer may have a
-        shareable torch.
-
-    Raises:
-        ConfigurationError: if a version is unknown, or the folder is something else.
-        RuntimeError: if packages cannot be installed, or another process does so.
+    ``with_torch=False`` leaves torch to a later call, when the trainer may have a
+    shareable torch.
     """
     prefix.parent.mkdir(parents=True, exist_ok=True)
     with prefix.with_name(f".{prefix.name}.lock").open("w") as lock:
@@ -230,25 +224,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m torchrl_sglang.cli.cpu.install",
         description="Create the environment in which SGLang runs on CPU.",
     )
-    parser.add_argument(
-        "--version",
-        nargs="+",
-        action="extend",
-        default=[],
-        choices=VERSIONS,
-        help=f"versions of SGLang to install beside {DEFAULT_VERSION}",
-    )
-    parser.add_argument(
-        "--prefix",
-        type=Path,
-        default=Path(sys.prefix) / "sglang-cpu",
-        help="folder of the environment (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--without-torch",
-        action="store_true",
-        help="leave torch to a later run, when the trainer may have one to share",
-    )
+    add = parser.add_argument
+    several: dict[str, Any] = {"nargs": "+", "action": "extend", "default": []}
+    text = f"versions of SGLang to install beside {DEFAULT_VERSION}"
+    add("--version", choices=VERSIONS, help=text, **several)
+    text = "folder of the environment (default: %(default)s)"
+    add("--prefix", type=Path, default=Path(sys.prefix) / "sglang-cpu", help=text)
+    text = "leave torch to a later run, when the trainer may have one to share"
+    add("--without-torch", action="store_true", help=text)
     options = parser.parse_args(arguments)
     prefix = options.prefix.absolute()
     with_torch = not options.without_torch

@@ -51,12 +51,7 @@ SAME_VALUES = {
 
 
 def install_packages(python: Path, arguments: Sequence[str | Path]) -> None:
-    """Installs packages into the environment of an interpreter, which needs no pip.
-
-    Raises:
-        ConfigurationError: if there is neither uv nor pip.
-        RuntimeError: if the packages, or uv, cannot be installed.
-    """
+    """Installs packages into the environment of an interpreter, which needs no pip."""
     words = list(map(str, arguments))
     # An installer must see only the changed environment.
     variables = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -170,12 +165,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Install packages with uv; takes `pip install`'s arguments.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--python",
-        type=Path,
-        default=sys.executable,
-        help="interpreter of the environment (default: %(default)s)",
-    )
+    text = "interpreter of the environment (default: %(default)s)"
+    parser.add_argument("--python", type=Path, default=sys.executable, help=text)
     options, words = parser.parse_known_args(arguments)
     try:
         install_packages(options.python, words)

@@ -120,11 +120,7 @@ def _packages(machine: Machine) -> Rows:
 
 
 def _installed(package: str) -> tuple[str, str]:
-    """Returns the installed distribution, which may be a nightly one, and its version.
-
-    Raises:
-        PackageNotFoundError: if none is installed.
-    """
+    """Returns the installed distribution, which may be a nightly, and its version."""
     nightly = f"{package}-nightly"
     for name in (package, nightly):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

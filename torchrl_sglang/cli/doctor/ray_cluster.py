@@ -94,12 +94,7 @@ def _can_connect(address: tuple[str, int]) -> bool:
 def look_at_cluster(
     address: str, *, model: str | None, python: str | None, device: str | None
 ) -> RayCluster:
-    """Returns a cluster with the reports of its nodes.
-
-    Raises:
-        ConfigurationError: if Ray is not installed.
-        ServerUnavailableError: if there is no cluster at the address.
-    """
+    """Returns a cluster with the reports of its nodes."""
     ray = connect(address, log_to_driver=False, logging_level="ERROR")
     if model is not None and Path(model).is_dir():
         model = str(Path(model).resolve())

@@ -138,15 +138,8 @@ def arrange(
     Servers with their own GPUs come first, as they generate while the trainer trains;
     else they share the trainer's. A server has the fewest GPUs with which all servers
     together hold a batch of the longest responses, as more servers of fewer GPUs
-    generate more; or else the number with room for most of them.
-
-    Args:
-        shape: shape of the model.
-        cluster: the GPUs.
-        work: the run.
-        tokens: ``max_tokens_per_pass``. Defaults to the largest fitting number.
-        tp_size: GPUs of a server. Defaults to the fewest fitting GPUs.
-        place: the only placement to try. Defaults to both.
+    generate more; or else the number with room for most of them. ``tokens`` is
+    ``max_tokens_per_pass``; an argument of ``None`` is free.
     """
     for option in _candidates(shape, cluster, work, tokens, tp_size, place):
         return option
@@ -313,26 +306,19 @@ def _impossible(
     shape: Shape, cluster: Cluster, tp_size: int | None, place: Place | None
 ) -> NothingFits | None:
     """Returns why a wish is impossible with any memory."""
+    reason = None
     if tp_size is not None and shape.heads % tp_size:
-        return NothingFits(
-            reasons=(f"tp_size={tp_size} does not divide {shape.heads} heads.",),
-            remedies=("Another --tp-size, or none: the fewest GPUs that fit.",),
-        )
-    if tp_size is not None and tp_size > min(cluster.gpus, cluster.per_node):
-        return NothingFits(
-            reasons=(f"No machine has the tp_size={tp_size} GPUs of a server.",),
-            remedies=("Another --tp-size, or none: the fewest GPUs that fit.",),
-        )
-    if place == "colocated" and cluster.nodes > 1:
+        reason = f"tp_size={tp_size} does not divide {shape.heads} heads."
+    elif tp_size is not None and tp_size > min(cluster.gpus, cluster.per_node):
+        reason = f"No machine has the tp_size={tp_size} GPUs of a server."
+    remedy = "Another --tp-size, or none: the fewest GPUs that fit."
+    if reason is None and place == "colocated" and cluster.nodes > 1:
         reason = (
             f"Servers share the trainer's GPUs on one machine, and these are on "
             f"{cluster.nodes}."
         )
-        return NothingFits(
-            reasons=(reason,),
-            remedies=("--place separate, or the GPUs of one machine.",),
-        )
-    return None
+        remedy = "--place separate, or the GPUs of one machine."
+    return NothingFits(reasons=(reason,), remedies=(remedy,)) if reason else None
 
 
 def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:

@@ -116,13 +116,8 @@ def trainer_memory(
 
     ``trainers.models`` loads weights in float32. One rank computes passes with
     autocast; several share the model with FSDP2, which gathers a layer in bfloat16 and
-    reduces its gradient in float32.
-
-    Args:
-        shape: shape of the model.
-        work: the run.
-        ranks: number of trainer ranks.
-        tokens: ``max_tokens_per_pass``. A longer response has its own pass.
+    reduces its gradient in float32. ``tokens`` is ``max_tokens_per_pass``; a longer
+    response has its own pass.
     """
     trained = trained_parameters(shape, work.lora)
     frozen = 0 if work.lora is None else shape.parameters
@@ -286,17 +281,12 @@ class ServerMemory:
 def server_memory(
     shape: Shape, *, tp_size: int, memory: float, share: float
 ) -> ServerMemory:
-    """Returns the memory of each GPU of a server.
+    """Returns the memory of each GPU, of ``memory`` bytes, of a server.
 
     SGLang shares weights and heads among ``tp_size`` GPUs; a head of keys and values is
-    repeated where there are fewer of them. ``mem_fraction_static`` is the share of a
-    GPU for weights and cache (SGLang's ``ModelRunner``, ``profile_max_num_token``).
-
-    Args:
-        shape: of the model.
-        tp_size: GPUs of a server.
-        memory: bytes of a GPU.
-        share: ``mem_fraction_static``.
+    repeated where there are fewer of them. ``share`` is ``mem_fraction_static``, the
+    part of a GPU for weights and cache (SGLang's ``ModelRunner``,
+    ``profile_max_num_token``).
     """
     weights = HALF * shape.parameters / tp_size
     parts = min(tp_size, shape.kv_heads)
