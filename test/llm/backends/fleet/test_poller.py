@@ -206,7 +206,7 @@ def test_a_hanging_server_is_reported_and_its_requests_go_elsewhere(engine, thre
 def test_a_request_after_a_long_pause_does_not_hang(three):
     server, *_ = three
     with AsyncSGLang.connect(server.url) as engine:
-        long_ago = (time.monotonic() - 1000.0, engine._dispatcher.counters.completed)
+        long_ago = (time.monotonic() - 1000.0, engine.stats().completed)
         engine._supervisor._last_progress = long_ago
         with server.misbehaving("hang"), pytest.raises(ServerTimeoutError):
             engine.generate(input_ids=[5], timeout=0.5)

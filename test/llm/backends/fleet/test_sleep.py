@@ -242,7 +242,7 @@ def test_other_users_wait_in_the_server(sleepy, sender, other_user, hf_model, sc
     sleepy.sleep()
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(ask, other_user)
-        wait_until(lambda: other_user._dispatcher.counters.in_flight)
+        wait_until(lambda: other_user.stats().in_flight)
         sleepy.wake_up("weights")
         sender.update_weights(changed(hf_model))
         assert not answer.done()
