@@ -100,11 +100,7 @@ class RequestPlan:
         )
 
     def settle(self, ignores_temperature: bool | None) -> RequestPlan:
-        """Returns the plan with ``scores`` decided.
-
-        ``ignores_temperature``: whether the servers take log-probs before they apply
-        the temperature; ``None`` if they differ or do not report it.
-        """
+        """Decides ``scores``; ``None``: servers differ or do not report the order."""
         if self.request.logprobs_mode == "model":
             return _with_room(replace(self, scores=not ignores_temperature))
         if ignores_temperature is False:
@@ -189,10 +185,7 @@ class RequestPlan:
         return {name: value for name, (_, value) in sources.items()}
 
     def resume(self, whole: Completion) -> RequestPlan | None:
-        """Returns the plan that goes on behind the first part of the response.
-
-        ``None`` if the response has reached ``max_new_tokens`` or the context length.
-        """
+        """Plans the rest of the response; ``None``: no token may follow."""
         request = resume_request(self.request, whole, self.capabilities)
         if request is None:
             return None

@@ -53,10 +53,7 @@ def no_tokens(request: GenerateRequest) -> Completion:
 def resume_request(
     request: AnyRequest, whole: Completion, capabilities: ServerCapabilities
 ) -> AnyRequest | None:
-    """Returns the request that goes on behind the first part of its response.
-
-    ``None`` if the response has reached ``max_new_tokens`` or the context length.
-    """
+    """Builds the request for the rest; ``None``: no token may follow."""
     done, params = len(whole.token_ids), dict(request.sampling_params)
     limit = params.get("max_new_tokens")
     input_ids = [*request.input_ids, *whole.token_ids]

@@ -349,11 +349,7 @@ def find_columns(given: Any) -> tuple[TokenColumn, ...]:
 def columns_of_mode(
     mode: LogProbsMode, columns: tuple[TokenColumn, ...]
 ) -> tuple[TokenColumn, ...]:
-    """Returns token columns with those that a mode of log-probs has by itself.
-
-    For ``"behaviour"`` these are the columns that a trainer needs to compute the same
-    distribution: support and temperature.
-    """
+    """Adds the mode's columns: a trainer needs support and temperature."""
     if mode != "behaviour":
         return columns
     names = {column.name for column in columns}

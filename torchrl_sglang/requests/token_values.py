@@ -111,10 +111,7 @@ def concatenate(parts: Sequence[TokenValues]) -> TokenValues:
 
 
 def truncate_values(completion: Completion, size: int) -> dict[str, Any]:
-    """Returns the fields of a completion that are kept for each token, cut to ``size``.
-
-    Those of the prompt are kept as they are.
-    """
+    """Returns the fields of a completion for each response token, cut to ``size``."""
     lists = {name: getattr(completion, name) for name in _LISTS}
     return {
         "token_ids": completion.token_ids[:size],

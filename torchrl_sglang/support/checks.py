@@ -27,10 +27,7 @@ MOST_REWARD = (2 - 2**-23) * 2.0**127
 
 
 def to_python(value: Any) -> Any:
-    """Converts NumPy scalars, also in a list or a mapping, to Python's.
-
-    Anything else is returned unchanged.
-    """
+    """Converts NumPy scalars, also in a list or a mapping; keeps other values."""
     # Its import takes 0.1 s, which most commands do not need.
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -145,11 +142,7 @@ def check_keywords(
     kind: type,
     meant: Mapping[str, str] | None = None,
 ) -> None:
-    """Refuses arguments unknown to a class's constructors, with the nearest name.
-
-    ``name`` is the mapping's in the message; ``meant`` maps another library's names to
-    the class's.
-    """
+    """Refuses arguments unknown to a class's constructors, with the nearest name."""
     names = {
         parameter.name
         for base in kind.__mro__
@@ -252,11 +245,7 @@ def some_of(texts: Iterable[str], most: int = 4) -> list[str]:
 
 
 def as_reward(value: Any) -> float:
-    """Returns a reward as a float; numbers of NumPy and torch are rewards, too.
-
-    Raises:
-        ConfigurationError: if the reward is not a finite number of float32.
-    """
+    """Returns a number of any type as a float; it must be finite in float32."""
     try:
         reward = math.nan if isinstance(value, (str, bytes)) else float(value)
     except Exception:  # noqa: BLE001 - A user's type raises anything.

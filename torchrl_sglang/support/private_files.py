@@ -9,8 +9,5 @@ FOLDER_MODE = 0o700
 
 
 def for_owner(path: str, flags: int) -> int:
-    """Opens a file for its owner only, as ``open(..., opener=for_owner)``.
-
-    The permissions of an existing file are kept.
-    """
+    """Opens a new file for its owner only, as ``open(..., opener=for_owner)``."""
     return os.open(path, flags, 0o600)

@@ -106,10 +106,7 @@ def check_weight_route(
     quantized: str | None = None,
     draft: DraftUpdate = "auto",
 ) -> None:
-    """Raises :class:`UnsupportedByServerError` if whole weights would break a server.
-
-    ``quantized``: quantization of the encoded weights.
-    """
+    """Raises UnsupportedByServerError if whole weights would break a server."""
     if capabilities.quantized not in (None, quantized):
         raise UnsupportedByServerError(
             f"The servers hold quantised weights ({capabilities.quantized!r}): SGLang "
@@ -134,12 +131,7 @@ async def find_out(
     trust_remote_code: bool = False,
     reader: ModelReader | None = None,
 ) -> ServerCapabilities:
-    """Detects the capabilities of the server at ``url``.
-
-    ``model`` is a folder or hub name with the served model's ``config.json``, if the
-    server's reported path cannot be read here. ``reader`` is shared by concurrent
-    detections.
-    """
+    """Detects a server's capabilities; ``model`` has a readable ``config.json``."""
 
     async def ask(path: str) -> dict[str, Any]:
         answer = await http.request("GET", url + path, timeout=30.0)

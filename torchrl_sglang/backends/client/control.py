@@ -301,10 +301,7 @@ class ControlPlane:
     async def parse_response(
         self, path: str, content: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns the parsed response, from the first server with an answer.
-
-        ``path`` is ``"/parse_function_call"`` or ``"/separate_reasoning"``.
-        """
+        """Returns the response parsed by the first server with an answer."""
         error: SGLangError = ServerUnavailableError(
             f"No server of the engine runs, so {path} was not sent."
         )

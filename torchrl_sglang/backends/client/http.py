@@ -209,10 +209,7 @@ class HttpClient:
         timeout: float,
         headers: Mapping[str, str] | None = None,
     ) -> HttpResponse:
-        """Sends a request with a JSON body and reads the response, of any status.
-
-        Bytes are sent as they are; see :func:`encode`.
-        """
+        """Sends a request with a JSON body and reads the response, of any status."""
 
         async def read(response: aiohttp.ClientResponse) -> HttpResponse:
             return HttpResponse(

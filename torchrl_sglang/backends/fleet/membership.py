@@ -152,10 +152,7 @@ class Fleet:
         self._act([Check(at_once=False)])
 
     def act_with(self, act: Callable[[Sequence[Action]], object]) -> None:
-        """Hands actions to the loop of an engine from now on, in their order.
-
-        ``act`` is called in any thread and does not wait.
-        """
+        """Hands actions to the engine's loop from now on; ``act`` does not wait."""
         self._act = act
 
     # Read by every part of the engine.

@@ -69,10 +69,7 @@ class Step:
         return replica
 
     def take_down(self, replica: Replica, reason: str, *, ended: bool) -> Replica:
-        """Takes a server out of rotation until it is restarted or answers.
-
-        If it ``ended``, its requests fail now.
-        """
+        """Takes a server out of rotation; if it ``ended``, its requests fail now."""
         replica = self.move(replica, "down", reason)
         replica = self.put(replica, away_since=replica.away_since or self.now)
         if ended:

@@ -135,10 +135,7 @@ class RequestGate:
 
 
 class WeightUpdate:
-    """Reports the steps and the outcome of a weight update to the engine.
-
-    ``change`` replaces ``before``, the engine's :class:`ServedWeights`.
-    """
+    """Reports the steps and the outcome of a weight update to the engine."""
 
     def __init__(
         self,
@@ -159,10 +156,7 @@ class WeightUpdate:
         return self._before.inconsistent is not None and not self._before.base_intact
 
     def commit(self, version: str, *, checkpoint: bool = False) -> None:
-        """Commits the version of every server; call it before generation resumes.
-
-        ``checkpoint``: these are the weights of the servers' start.
-        """
+        """Commits the version of every server, before generation resumes."""
         options = {"in_place": self._in_place, "flushed": self._flushed}
         self._change(lambda now: now.commit(version, checkpoint=checkpoint, **options))
         self.version = version

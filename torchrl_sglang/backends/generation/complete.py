@@ -53,11 +53,7 @@ MOST_CHECKS = 3
 
 
 class RequestRun:
-    """One request and the tokens that it has generated so far.
-
-    Attributes:
-        ticket (InFlightRequest): of the request, by which it is aborted.
-    """
+    """One request and the tokens that it has generated so far."""
 
     def __init__(
         self,

@@ -147,10 +147,7 @@ class Counters:
 
 
 class InFlight:
-    """Registers running requests, limits how many are sent at once, and aborts them.
-
-    Used from the background loop only.
-    """
+    """Registers, limits and aborts running requests, on the background loop."""
 
     def __init__(
         self, http: HttpClient, fleet: Fleet, counters: Counters, limit: int
@@ -335,10 +332,7 @@ class InFlight:
         return len(self._sent_to(url))
 
     async def evict(self, url: str) -> None:
-        """Aborts the requests of a server that is to be removed; they go on elsewhere.
-
-        Those that a router has sent there are among them.
-        """
+        """Aborts the requests of a leaving server; they continue on other servers."""
         places = [url] if self._fleet.router is None else [url, self._fleet.router.url]
         rid_of = self._sent_to(*places)
 
@@ -383,10 +377,7 @@ class InFlight:
             await self._abort(tickets)
 
     def _abort(self, tickets: Collection[InFlightRequest]) -> Coroutine[Any, Any, None]:
-        """Aborts attempts, as they are now, on the servers that may have them.
-
-        Raises ConfigurationError if a server lets this engine abort nothing.
-        """
+        """Aborts the current attempts; ConfigurationError: a key is missing."""
         fleet = self._fleet
         calls: list[tuple[Mapping[str, object], str]] = [
             ({"rid": run.sent_as}, server)

@@ -124,10 +124,7 @@ async def _send_until_whole(
     session_id: str | None,
     direct: bool,
 ) -> tuple[dict[str, Any], str]:
-    """Sends a request, again after each update that aborts it.
-
-    Returns the answer, and the server that gave it.
-    """
+    """Sends a request, again after each update that aborts it."""
     while True:
         async with dispatcher.in_flight.turn(ticket.deadline):
             reply, url, weights = await dispatcher.send(

@@ -454,10 +454,7 @@ def check_finished(
     server: str,
     finished: Collection[str] = ("stop", "length"),
 ) -> None:
-    """Raises an error unless a response of this length came to its own end.
-
-    A late refusal arrives as an abort with a status of 4xx.
-    """
+    """Raises an error unless a response of this length came to its own end."""
     if reason.type == "abort":
         raise _abort_error(reason, length, server)
     if reason.matched == NAN_STOP:

@@ -319,10 +319,7 @@ def replica_specs(
 def counted_specs(
     num_replicas: int, spec: Mapping[str, Any], *, first: int = 0
 ) -> list[dict[str, Any]]:
-    """Returns the arguments of each of several servers, with their own seeds.
-
-    The first has the rank ``first``.
-    """
+    """Returns the arguments of servers with their own seeds, by rank from ``first``."""
     specs = [dict(spec) for _ in range(check_count("num_replicas", num_replicas))]
     for index, server_spec in enumerate(specs, first):
         for name in COUNTED:

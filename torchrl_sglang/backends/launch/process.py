@@ -78,10 +78,7 @@ def _stop_living() -> None:
 def short_folder(
     usual: str | None = None, others: Sequence[str] = SHORT_FOLDERS
 ) -> str:
-    """Returns the folder for servers' files, whose sockets need short paths.
-
-    It is the usual folder for temporary files, if its path is short enough.
-    """
+    """Returns the folder for servers' files, whose sockets need short paths."""
     usual = tempfile.gettempdir() if usual is None else usual
     for folder in (usual, *others):
         # mkdtemp adds eight characters.

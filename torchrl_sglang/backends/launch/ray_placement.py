@@ -193,10 +193,7 @@ def _too_few(
 def shortage(
     bundles: Sequence[Mapping[str, float]], nodes: Mapping[str, Mapping[str, float]]
 ) -> str | None:
-    """Returns a sentence on a cluster's missing resources; ``None``: none.
-
-    ``nodes`` has each node's total resources.
-    """
+    """Returns a sentence on resources missing on the nodes; ``None``: none."""
     total: dict[str, float] = {}
     for resources in nodes.values():
         for name, amount in resources.items():

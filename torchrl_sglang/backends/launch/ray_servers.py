@@ -257,10 +257,7 @@ class RayServers(Launcher):
 
 
 class RayServer:
-    """A server on a node, or several nodes, of a Ray cluster.
-
-    ``before`` is the replaced server, whose address it takes if possible.
-    """
+    """A server on the nodes of a Ray cluster, at the address of its predecessor."""
 
     def __init__(
         self,

@@ -195,10 +195,7 @@ def _check_modes(
 
 
 def check_local_model(model: str | os.PathLike[str]) -> None:
-    """Raises :class:`ConfigurationError` for a missing model folder.
-
-    A hub name is "owner/name"; any other path must exist.
-    """
+    """Raises an error for a missing folder; a hub name is "owner/name"."""
     text = os.fspath(model)
     looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
     if looks_local and not Path(text).is_dir():

@@ -229,11 +229,7 @@ def find_places(model: torch.nn.Module) -> dict[int, Destination]:
 
 
 def trace(model: Any, specs: Sequence[Spec]) -> dict[str, Plan]:
-    """Traces ``load_weights``; returns the copies of each tensor by name.
-
-    It changes no parameter. Raises :class:`UntraceableError`, or an error of
-    ``load_weights``.
-    """
+    """Traces ``load_weights`` without a change; returns the copies of each tensor."""
     places = find_places(model)
     recorder = CopyRecorder(places)
     held = [(place, place.tensor.data) for place in places.values()]
@@ -671,10 +667,7 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
 def _receive_bucket(
     model: Any, state: LoaderState, bucket: Any, group: Any, device: torch.device
 ) -> Any:
-    """Receives tensors, directly into parameters if whole.
-
-    Returns its last broadcast.
-    """
+    """Receives tensors, into parameters if whole; returns the last broadcast."""
     specs = _specs(bucket)
     if bucket["flat"]:
         flat = torch.empty(bucket["num_bytes"], dtype=torch.uint8, device=device)
