@@ -90,14 +90,10 @@ def row_rewards(rows: TensorDictBase) -> Tensor:
 def conversation_returns(
     rows: TensorDictBase, trajectory_return: TrajectoryReturn = "sum"
 ) -> tuple[Tensor, Tensor]:
-    """Returns the return of each whole conversation, and the conversation of each row.
+    """Returns the float64 returns of whole conversations, and each row's conversation.
 
-    Args:
-        rows: rows in which the turns of a conversation are consecutive.
-        trajectory_return: as for :class:`GroupAdvantage`.
-
-    Returns:
-        tuple: float64 ``(conversations,)``, and int64 ``(B,)``.
+    The turns of a conversation are consecutive rows. ``trajectory_return`` is as for
+    :class:`GroupAdvantage`.
     """
     done = rows[DONE].flatten().bool()
     conversation = done.cumsum(0) - done.long()

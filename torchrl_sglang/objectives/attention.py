@@ -49,25 +49,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence, with transformers' signature.
 
-    Without ``cu_seq_lens_q`` it is PyTorch's ``scaled_dot_product_attention``, with the
-    mask.
-
-    Args:
-        module: the attention layer.
-        query: ``(1, heads, tokens, dimension)``, as are ``key`` and ``value``, which
-            may have fewer heads.
-        key: of the same tokens.
-        value: of the same tokens.
-        attention_mask: for unpacked rows.
-        dropout: share of attention weights to drop.
-        scaling: factor of the products. Defaults to PyTorch's.
-        sliding_window: visible tokens, the token itself included. Defaults to all.
-        cu_seq_lens_q: boundaries of the sequences in the row, ``(sequences + 1,)``.
-        max_length_q: length of the longest sequence.
-        **kwargs: as for ``scaled_dot_product_attention`` in transformers.
-
-    Returns:
-        ``(1, tokens, heads, dimension)``, and no weights.
+    ``query``, ``key`` and ``value`` are ``(1, heads, tokens, dimension)``, the last two
+    possibly with fewer heads; the result is ``(1, tokens, heads, dimension)``, and no
+    weights. ``cu_seq_lens_q``, ``(sequences + 1,)``, are the boundaries of the
+    sequences in the row; without them it is PyTorch's ``scaled_dot_product_attention``
+    with the mask. ``sliding_window`` counts the token itself.
     """
     if cu_seq_lens_q is None:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:

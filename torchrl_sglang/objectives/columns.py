@@ -60,13 +60,9 @@ def rows_of(batch: TensorDictBase, key: NestedKey) -> list[Tensor] | None:
 
 
 def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
-    """Returns the tokens in a loss with a masking strategy, ``(B, T)``.
+    """Returns the tokens in a loss with a masking strategy, ``(B, width)``.
 
-    Args:
-        batch: the batch.
-        strategy: ``"sft"``: the last response; ``"rlhf"``: all assistant tokens;
-            ``"generic"``: all tokens.
-        width: ``T``.
+    ``"sft"``: the last response; ``"rlhf"``: all assistant tokens; ``"generic"``: all.
     """
     prompt = row_lengths(batch, PROMPT) if strategy == "sft" else None
     needs_attention_mask = strategy == "generic" or prompt is not None
@@ -87,11 +83,9 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
 
 
 def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
-    """Returns the unmasked loss tokens of the policy.
+    """Returns the tokens of a loss's mask ``(B, T)`` that the policy wrote, unmasked.
 
-    Args:
-        batch: the batch; without assistant mask, all loss tokens count.
-        mask: ``(B, T)``, the tokens of the loss.
+    Without an assistant mask in the batch, all loss tokens count.
     """
     written = read(batch, ASSISTANT_MASK, padding_value=False)
     if written is None or written.shape != mask.shape:
@@ -106,13 +100,10 @@ def row_lengths(batch: TensorDictBase, key: NestedKey) -> Tensor | None:
 
 
 def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> Tensor:
-    """Returns each token's advantage, from per-sequence or per-token advantages.
+    """Returns each token's advantage in a ``shape`` ``(B, T)``.
 
-    Args:
-        batch: the batch.
-        key: key of the advantage: ``(B, 1, 1)`` or ``(B, T, 1)``, as in TorchRL's
-            losses, or without the last dimensions.
-        shape: ``(B, T)``.
+    The column is ``(B, 1, 1)`` or ``(B, T, 1)``, as in TorchRL's losses, or lacks the
+    last dimensions.
     """
     value = read(batch, key, padding_value=0.0)
     if value is None:
@@ -132,15 +123,9 @@ def read_advantage(batch: TensorDictBase, key: NestedKey, shape: torch.Size) -> 
 
 
 def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
-    """Refuses NaN and infinite numbers, for tokens of the loss.
+    """Refuses NaN and infinite values of the loss tokens in ``mask`` ``(B, T)``.
 
-    Args:
-        key: of the column, for the message.
-        values: ``(B, T)``, or ``(B, 1)`` for per-sequence values.
-        mask: ``(B, T)``, the tokens of the loss.
-
-    Raises:
-        NotFiniteError: with the column and the rows.
+    Values are ``(B, T)``, or ``(B, 1)`` for each sequence; the error names their rows.
     """
     wrong = mask & ~values.isfinite()
     if not wrong.any():
@@ -157,15 +142,10 @@ def check_finite(key: NestedKey, values: Tensor, mask: Tensor) -> None:
 def read_versions(
     batch: TensorDictBase, key: NestedKey, shape: torch.Size
 ) -> Tensor | None:
-    """Returns the version of each token, -1 where unknown; None if missing.
+    """Returns the version of each token ``(B, T)``, -1 where unknown; None if missing.
 
     The column has versions of the response's tokens, at the end of the sequence, or a
     single version for the sequence.
-
-    Args:
-        batch: the batch.
-        key: of the versions.
-        shape: ``(B, T)``.
     """
     value = read(batch, key, padding_value=-1)
     if value is None:

@@ -261,16 +261,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
-    """Returns a configuration, or the configuration of a preset.
-
-    Examples:
-        >>> as_config("bypass_ppo_clip").bypass_mode
-        True
-        >>> as_config("decoupled_token_tis")
-        Traceback (most recent call last):
-            ...
-        torchrl_sglang.errors.ConfigurationError: 'decoupled_token_tis' is not a ...
-    """
+    """Returns a configuration, or the configuration of a preset."""
     if isinstance(value, RolloutCorrectionConfig):
         return value
     if isinstance(value, str):

@@ -81,14 +81,8 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
     """Returns the weights, the mask and the old policy of a correction.
 
     Tokens with an unknown, NaN or infinite log-prob are dropped: they have no ratio.
-    TorchRL's losses mask such tokens, too.
-
-    Args:
-        config: the methods.
-        sampled: the batch.
-
-    Raises:
-        ConfigurationError: if an input of a method is missing.
+    TorchRL's losses mask such tokens, too. Raises :class:`.ConfigurationError` if an
+    input of a method is missing.
 
     Examples:
         >>> sampled = Sampled(
@@ -140,30 +134,11 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
 def scale_advantage(
     advantage: Tensor, corrected: Corrected, aggregation: str
 ) -> Tensor:
-    """Returns the advantage for a corrected gradient of ``GRPOLoss``.
+    """Returns the advantage, ``(B, T)`` or ``(B, 1)``, for a corrected ``GRPOLoss``.
 
     The clipped objective is proportional to the advantage, so weights may multiply
-    either.
-
-    Args:
-        advantage: ``(B, T)`` or ``(B, 1)``.
-        corrected: the correction.
-        aggregation: the loss's. ``"prompt_mean"`` divides by all sequences, although
-            sequences without remaining tokens do not count: the others are scaled.
-
-    Examples:
-        >>> keep = torch.tensor([[True, True], [False, False]])
-        >>> corrected = Corrected(
-        ...     old=torch.zeros(2, 2),
-        ...     weights=torch.tensor([[1.0, 0.5], [0.0, 0.0]]),
-        ...     keep=keep,
-        ...     kept_share=share(keep.any(-1), torch.tensor([True, True])),
-        ...     statistics={},
-        ... )
-        >>> scale_advantage(torch.ones(2, 1), corrected, "token_mean").tolist()
-        [[1.0, 0.5], [0.0, 0.0]]
-        >>> scale_advantage(torch.ones(2, 1), corrected, "prompt_mean").tolist()
-        [[2.0, 1.0], [0.0, 0.0]]
+    either. ``"prompt_mean"`` divides by all sequences, although sequences without
+    remaining tokens do not count: the others are scaled.
     """
     scaled = torch.where(corrected.keep, advantage * corrected.weights, 0)
     mean = corrected.statistics.get(WEIGHT_MEAN)
@@ -222,9 +197,6 @@ def check_scored(sampled: Sampled, ranks: LossRanks) -> None:
 
     A batch in which every token was masked, such as stale tokens by
     ``on_stale="mask"``, is accepted: it has nothing to train on.
-
-    Raises:
-        ConfigurationError: with the missing log-probs.
     """
     written = sampled.mask if sampled.written is None else sampled.written
     written = written & sampled.mask

@@ -39,19 +39,7 @@ OPTIONAL = {
 
 
 def check_loss_arguments(given: Mapping[str, Any]) -> None:
-    """Checks arguments of a :class:`.CorrectedGRPOLoss`, some of them or all.
-
-    Raises:
-        ConfigurationError: if a value is invalid for its argument.
-
-    Examples:
-        >>> check_loss_arguments({"clip_epsilon": (0.2, 0.28), "entropy_coeff": 0.01})
-        >>> try:
-        ...     check_loss_arguments({"masking_strategy": "stf"})
-        ... except ConfigurationError as error:
-        ...     print(error)
-        masking_strategy='stf' is not one of 'sft', 'rlhf', 'generic'.
-    """
+    """Checks arguments of a :class:`.CorrectedGRPOLoss`, some of them or all."""
     for name, value in given.items():
         if value is None and name in OPTIONAL:
             continue
@@ -72,15 +60,7 @@ def check_loss_arguments(given: Mapping[str, Any]) -> None:
 
 
 def check_denominator(aggregation: str | None, max_tokens: int | None) -> None:
-    """Checks the pair of arguments for division by the longest response.
-
-    Raises:
-        ConfigurationError: if only one of the two is given.
-
-    Examples:
-        >>> check_denominator("constant", 1024)
-        >>> check_denominator("token_mean", None)
-    """
+    """Refuses one of the two arguments for division by the longest response alone."""
     if (aggregation == "constant") is not (max_tokens is not None):
         raise ConfigurationError(
             f"aggregation={aggregation!r} and max_tokens={max_tokens} do not fit: give "

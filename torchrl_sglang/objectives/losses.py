@@ -218,13 +218,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
 
     @contextmanager
     def correcting(self, correction: RolloutCorrectionConfig) -> Iterator[None]:
-        """Applies a correction whose old policy is the policy of the forward pass.
+        """Replaces the loss's correction; the old policy is the forward pass's.
 
         It is the old policy of the first optimizer step after the recomputation: a
         batch with a single step needs no forward pass before.
-
-        Args:
-            correction: replaces the loss's own.
         """
         previous, self.correction = self.correction, correction
         try:
@@ -374,12 +371,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         return self.output_type.from_tensordict(TensorDict(values_of(total)))
 
     def _statistics_of(self, output: Any, count: Tensor) -> dict[str, Statistic]:
-        """Returns additive losses and metrics of the last forward pass.
-
-        Args:
-            output: of the pass.
-            count: denominator of its losses.
-        """
+        """Returns additive losses, means of ``count``, and metrics of the last pass."""
         assert self._mask is not None
         statistics = dict[str, Statistic]()
         for values, weight in (

@@ -44,11 +44,7 @@ class PackedTokens:
 
 
 def why_padded(model: Any) -> str:
-    """Returns why a model cannot read several sequences in one row; "" if it can.
-
-    Args:
-        model: a model of transformers, with an adapter of PEFT or without.
-    """
+    """Returns why a model cannot read several sequences in one row; "" if it can."""
     base = _base(model)
     if not isinstance(base, PreTrainedModel):
         return f"{type(base).__name__} is not a model of transformers"
@@ -85,18 +81,9 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     """Makes a model read several sequences in one row, if it can and should.
 
     A model whose attention is PyTorch's ``sdpa`` gets an attention for each sequence of
-    a row alone; for other rows it is ``sdpa``.
-
-    Args:
-        model: a model of transformers.
-        packing: ``"auto"``, True or False, as for :class:`.CorrectedGRPOLoss`.
-        reason: another reason against it. Defaults to none.
-
-    Returns:
-        str: the reason against it; "" if it packs.
-
-    Raises:
-        ConfigurationError: if ``packing`` is invalid, or True and the model cannot.
+    a row alone; for other rows it is ``sdpa``. Returns the reason against it, or the
+    given one; "" if the model packs. Raises :class:`.ConfigurationError` if
+    ``packing`` is invalid, or True and the model cannot.
     """
     check_auto("packing", packing)
     if packing is False:
@@ -123,18 +110,10 @@ def packed_terms(
 ) -> PackedTokens:
     """Runs a model on a batch's sequences in one row; logits of masked tokens only.
 
-    Args:
-        model: a model from :func:`prepare_packing`.
-        tokens: ``(sequences, longest)``, padded.
-        real: bool, false for padding.
-        mask: bool, the tokens to score.
-        entropy: whether to compute entropies.
-        sampling: sampling distributions of all tokens, likewise. Defaults to None: the
-            whole vocabulary at temperature 1.
-
-    Raises:
-        ConfigurationError: if a sequence is longer than the model's positions, or a
-            scored token is not in its support.
+    ``tokens`` are padded, ``(sequences, longest)``; ``real`` is false for padding,
+    ``mask`` true for the tokens to score, and ``sampling`` has the distributions of all
+    tokens. Raises :class:`.ConfigurationError` if a sequence is longer than the model's
+    positions, or a scored token is not in its support.
     """
     real = real.bool()
     lengths = real.sum(-1)

@@ -31,10 +31,9 @@ _ELSEWHERE = (
 class LossRanks:
     """The ranks of a shared batch, and the model or a copy of it.
 
-    Args:
-        group: process group of the ranks; ``None`` if this rank has the whole batch.
-        module: the trained model, whose gradients FSDP2 or DistributedDataParallel
-            averages over the ranks; other gradients are summed here.
+    FSDP2 and DistributedDataParallel average the gradients of ``module`` over the
+    ranks; other gradients are summed here. Without a ``group``, this rank has the whole
+    batch.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, module: nn.Module) -> None:
@@ -137,11 +136,7 @@ def _kind_of(error: Exception) -> int:
 
 
 class Gradients:
-    """Weighs the losses of parts, and finally their sums.
-
-    Args:
-        ranks: ranks with other parts of the batch.
-    """
+    """Weighs the losses of parts, and finally their sums."""
 
     def __init__(self, ranks: LossRanks) -> None:
         self._ranks = ranks

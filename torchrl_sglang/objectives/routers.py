@@ -52,13 +52,9 @@ class Router:
 
 
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
-    """Returns the routers of a model, by layer.
+    """Returns the routers of a model, possibly with PEFT or FSDP2, by layer.
 
-    Args:
-        model: a model of transformers, possibly with PEFT or FSDP2.
-
-    Raises:
-        ConfigurationError: if there are none, or two in a layer.
+    Raises :class:`.ConfigurationError` if there are none, or two in a layer.
     """
     modules = dict(model.named_modules())
     names_of_routers = _matching(modules, _ROUTER) or _matching(modules, _BLOCK)
@@ -81,11 +77,7 @@ def find_routers(model: nn.Module) -> tuple[Router, ...]:
 
 
 def sizes_of(model: nn.Module) -> tuple[int, int]:
-    """Returns the layers of a model, and the number of chosen experts per token.
-
-    Raises:
-        ConfigurationError: if its configuration lacks them.
-    """
+    """Returns a model's layers, and its number of chosen experts per token."""
     config: Any = getattr(model, "config", None)
     text: Any = None if config is None else config.get_text_config()
     for name in ("num_experts_per_tok", "moe_k", "top_k_experts"):
@@ -141,15 +133,11 @@ def _first_int(names: tuple[str, ...], *places: Any) -> int | None:
 
 
 class Choose(TorchFunctionMode):
-    """Makes a router choose the given experts.
+    """Makes a router, whose forward runs under this mode, choose the given experts.
 
-    Args:
-        router: the router whose forward runs under this mode.
-        experts: int64 ``(tokens, chosen)``; the router itself chooses for rows of -1.
-
-    Attributes:
-        own (Tensor): bool ``(tokens,)``, whether the router's own choice is the same
-            set; None before its choice.
+    ``experts`` is int64 ``(tokens, chosen)``; the router itself chooses for rows of -1.
+    ``own`` is bool ``(tokens,)``, whether the router's own choice is the same set; None
+    before its choice.
     """
 
     def __init__(self, router: Router, experts: Tensor) -> None:

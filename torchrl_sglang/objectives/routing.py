@@ -296,15 +296,7 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
 
 
 def replaying(actor: Any, batch: TensorDictBase) -> AbstractContextManager[None]:
-    """Replays the experts of a batch, if the actor's routing is replayed at all.
-
-    Args:
-        actor: a wrapper, or a model.
-        batch: with the experts of its tokens.
-
-    Raises:
-        ConfigurationError: if the routing is replayed and the batch has no experts.
-    """
+    """Replays a batch's experts, if an actor's or model's routing is replayed."""
     replay = replay_of(actor)
     return nullcontext() if replay is None else replay.using(batch)
 
@@ -365,17 +357,7 @@ def _read(batch: TensorDictBase, key: NestedKey) -> _Pass:
 
 
 def _align(experts: Tensor, tokens: Tensor, ids: Tensor, mask: Any) -> Tensor:
-    """Returns the experts of each position, -1 outside of the batch's tokens.
-
-    Args:
-        experts: ``(tokens, layers, chosen)``.
-        tokens: their ids, in order of the sequences.
-        ids: the model's input.
-        mask: the model's attention mask.
-
-    Raises:
-        ConfigurationError: if the input has other tokens.
-    """
+    """Returns the experts of each input position, -1 outside of the batch's tokens."""
     where = torch.ones_like(ids, dtype=torch.bool)
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         where = mask.bool()

@@ -40,20 +40,8 @@ def padded_terms(
 ) -> PackedTokens:
     """Runs an actor's model on padded sequences, as :func:`.packed_terms` on a row.
 
-    Log-probs are computed in float32 for any type of logits, in the memory of the
-    logits.
-
-    Args:
-        actor: an actor that scores tokens.
-        tokens: ``(sequences, longest)``, padded on the left.
-        real: bool, false for padding.
-        mask: bool, the tokens to score.
-        entropy: whether to compute entropies.
-        sampling: sampling distributions of all tokens, likewise. Defaults to None: the
-            whole vocabulary at temperature 1.
-
-    Raises:
-        ConfigurationError: if a scored token is not in its support.
+    ``tokens`` are padded on the left. Log-probs are computed in float32 for any type of
+    logits, in the memory of the logits.
     """
     _, logits = actor._model_forward_with_padded_sequences(
         tokens,

@@ -51,15 +51,10 @@ class Drawn:
     """The concatenated supports of the tokens."""
 
     def of(self, wanted: Tensor, tokens: Tensor) -> Drawn | None:
-        """Returns the distributions of some tokens; None if they equal the model's.
+        """Returns the distributions of ``wanted`` tokens; None if they are the model's.
 
-        Args:
-            wanted: bool, in the shape of the temperatures.
-            tokens: the sampled tokens, in this shape.
-
-        Raises:
-            ConfigurationError: if a token is not in its support, or the columns have
-                another shape.
+        Raises :class:`.ConfigurationError` if a token is not in its support, or the
+        columns have another shape than ``wanted``, bool, and ``tokens``.
         """
         for key, values in ((TEMPERATURES, self.temperatures), (COUNTS, self.counts)):
             if values.shape != wanted.shape:
@@ -115,14 +110,8 @@ class Drawn:
 def read_sampling(batch: TensorDictBase) -> Drawn | None:
     """Returns the sampling distributions of a batch's tokens, ``(B, T)``.
 
-    Args:
-        batch: a batch of ``logprobs_mode="behaviour"``, or of another mode.
-
-    Returns:
-        Drawn: None if the batch lacks temperatures or supports, or all are neutral.
-
-    Raises:
-        ConfigurationError: if a support's size differs from its count.
+    None if the batch lacks temperatures or supports, or all are neutral. Raises
+    :class:`.ConfigurationError` if a support's size differs from its count.
     """
     batch = _completed(batch)
     temperatures = read(batch, TEMPERATURES, padding_value=1.0)

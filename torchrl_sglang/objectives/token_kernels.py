@@ -143,14 +143,7 @@ class _FusedTokenTerms(torch.autograd.Function):
 def fused_token_terms(
     logits: Tensor, tokens: Tensor, temperatures: Tensor | None, *, entropy: bool
 ) -> tuple[Tensor, Tensor]:
-    """Computes :func:`.token_terms` for logits accepted by :func:`fits`.
-
-    Args:
-        logits: ``(tokens, vocabulary)``.
-        tokens: ``(tokens,)``.
-        temperatures: ``(tokens,)``; None: 1.
-        entropy: whether to compute entropies.
-    """
+    """Computes :func:`.token_terms` for logits accepted by :func:`fits`."""
     scales = torch.ones(len(tokens), device=logits.device)
     if temperatures is not None:
         scales /= temperatures
@@ -165,10 +158,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs of tokens, logarithms of sums, and entropies; in float32.
 
-    Args:
-        logits: ``(tokens, vocabulary)``.
-        tokens: ``(tokens,)``.
-        scales: ``(tokens,)`` in float32, factors of the logits.
+    Logits are ``(tokens, vocabulary)``; scales, float32 ``(tokens,)``, multiply them.
     """
     count, width = logits.shape
     outputs = torch.empty(3, count, dtype=torch.float32, device=logits.device).unbind()
@@ -190,15 +180,10 @@ def backward(
     of_log_prob: Tensor,
     of_entropy: Tensor,
 ) -> None:
-    """Writes the gradients over the logits.
+    """Overwrites the logits with their gradients.
 
-    Args:
-        logits: as in :func:`forward`.
-        tokens: likewise.
-        scales: likewise.
-        sums: the logarithms of sums, and the entropies.
-        of_log_prob: ``(tokens,)``, the gradients of log-probs.
-        of_entropy: likewise, of entropies.
+    ``sums`` are the logarithms of sums and the entropies of :func:`forward`; gradients
+    of log-probs and of entropies are ``(tokens,)``.
     """
     count, width = logits.shape
     if not count:

@@ -181,13 +181,7 @@ def check_ids(ids: Tensor, vocabulary: int) -> None:
 
 
 def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece]:
-    """Yields groups of rows to compute together, each row once.
-
-    Args:
-        width: size of the vocabulary.
-        tokens: tokens of the rows.
-        sampling: their sampling distributions, or None.
-    """
+    """Yields groups of rows to compute together, each row once."""
     chosen = tokens.unsqueeze(-1)
     if sampling is None:
         for rows in _cut(len(tokens), width):

@@ -14,7 +14,7 @@ An argument of the call is a field of ``arguments.py::RunArguments``, with its d
 check and documentation, of which ``GRPO`` has its signature and docstring.
 ``placement.py`` checks servers, ``sampling.py`` sampling parameters, and
 ``collector_checks.py`` functions and a user's collector. A method is a row of
-``methods.py::METHODS`` and a logger a row of ``loggers.py::LOGGERS``;
+``methods.py::METHODS`` and a logger a name of ``loggers.py::LOGGERS``;
 ``tasks.py::check_prompts`` checks tasks before servers start. ``clipping.py`` clips
 gradients, and ``progress.py::choose_mode`` chooses how progress is shown.
 ``examples/grpo/train.py::convert`` reads runs from YAML files.

@@ -41,11 +41,9 @@ MAPPING, FUNCTION = "a mapping of arguments", "a function"
 
 
 def check_part(*kinds: str, awaited: bool = False) -> Callable[[str, Any], Any]:
-    """Returns a check of how a part of a run is made, by ``MAPPING`` or ``FUNCTION``.
+    """Returns a check of a part of a run, accepted as ``MAPPING`` or ``FUNCTION``.
 
-    Args:
-        kinds: the accepted ones.
-        awaited: whether a coroutine function is accepted.
+    A coroutine function is refused unless it is ``awaited``.
     """
 
     def check(name: str, value: Any) -> Any:
@@ -111,17 +109,7 @@ Flag: TypeAlias = Annotated[bool, check_flag]
 # Without a representation, which would have the keys of servers.
 @dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class RunArguments:
-    """The arguments of a :class:`.GRPO` run, which has their documentation.
-
-    Raises:
-        ConfigurationError: if an argument is wrong.
-
-    Examples:
-        >>> RunArguments("model", prompts=["2+2="], rewards=len, epochs=0)
-        Traceback (most recent call last):
-        torchrl_sglang.errors.ConfigurationError: epochs must be an integer of at \
-least 1, got 0.
-    """
+    """The arguments of a :class:`.GRPO` run, which has their documentation."""
 
     model: Annotated[str | os.PathLike[str] | nn.Module, check_model] = field(
         kw_only=False

@@ -55,27 +55,10 @@ class Checkpoints:
     All ranks make one, and call :meth:`save`, :meth:`restore` and :meth:`wait`.
 
     Args:
-        folder: of the run; created if missing. All ranks see it.
+        folder: folder of the run, visible to all ranks; created if missing.
         keep: number of checkpoints to keep.
-        identity: what a run that goes on must have in common with the one that was
-            saved.
-        ranks: of the trainer. Defaults to this process alone.
-
-    Examples:
-        >>> import tempfile
-        >>> checkpoints = Checkpoints(Path(tempfile.mkdtemp()), identity={"seed": 0})
-        >>> checkpoints.load("auto") is None
-        True
-        >>> weights = {"weight": torch.ones(2)}
-        >>> checkpoints.save(1, weights, {"best": 0.5})
-        >>> checkpoints.wait()
-        >>> checkpoints.load("auto")["step"]
-        1
-        >>> weights["weight"].zero_()
-        tensor([0., 0.])
-        >>> checkpoints.restore(weights)
-        >>> weights["weight"]
-        tensor([1., 1.])
+        identity: values that a resumed run shares with its checkpoint.
+        ranks: ranks of the trainer. Defaults to this process alone.
     """
 
     def __init__(
@@ -113,13 +96,9 @@ class Checkpoints:
     def load(self, resume: Resume) -> dict[str, Any] | None:
         """Returns the newest checkpoint's contents besides weights and optimizer.
 
-        It is ``None`` if the run begins.
-
-        Raises:
-            ConfigurationError: if there are results of an earlier run and this one is
-                to begin, or a trained model and no checkpoint; if it is to go on and
-                there is no checkpoint; or if the checkpoint is of another run.
-            CheckpointError: if it cannot be read.
+        None if the run begins. Raises :class:`.ConfigurationError` if the folder and
+        ``resume`` do not fit, or the checkpoint is of another run, and
+        :class:`.CheckpointError` if it cannot be read.
         """
         paths = self.paths()
         if not resume:
@@ -159,12 +138,8 @@ class Checkpoints:
     def restore(self, learned: Any) -> None:
         """Reads weights and optimizer of the newest checkpoint; all ranks call it.
 
-        Args:
-            learned: what was saved, or the same of a new run: tensors are read in
-                place, spread over this run's ranks.
-
-        Raises:
-            CheckpointError: if the checkpoint does not fit it, or cannot be read.
+        Tensors of ``learned`` are read in place, spread over this run's ranks. Raises
+        :class:`.CheckpointError` if the checkpoint does not fit, or cannot be read.
         """
         paths = self.paths()
         path = self._ranks.share(paths[-1] if paths else None)
@@ -184,20 +159,20 @@ class Checkpoints:
     def save(
         self, step: int, learned: Any, rest: Mapping[str, Any] | None = None
     ) -> None:
-        """Copies a state to host memory, and has it written meanwhile.
+        """Copies a state to host memory, and writes it in the background.
 
         All ranks call it; a kill at any time leaves the older checkpoint or this one.
-        A checkpoint that is still being written is waited for.
+        An unfinished write is waited for, and an existing checkpoint stays.
 
         Args:
-            step: number of the checkpoint. One that is there already stays as it is.
+            step: number of the checkpoint.
             learned: tensors, also DTensors, in dictionaries; or an object with
                 ``state_dict`` and ``load_state_dict`` that has them.
-            rest: what the first rank saves besides.
+            rest: further values of the first rank.
 
         Raises:
-            CheckpointError: if the checkpoint before could not be written, or this one
-                cannot be begun.
+            CheckpointError: if the previous checkpoint could not be written, or this
+                one cannot be begun.
             ConfigurationError: if a rank does not see the folder of the run.
         """
         self.wait()
@@ -262,9 +237,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits until the last checkpoint is written; all ranks call it.
 
-        Raises:
-            CheckpointError: if it could not be written, on any rank. Older ones are as
-                they were.
+        Raises :class:`.CheckpointError` if any rank could not write it.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -378,12 +351,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def forget_later_steps(folder: Path, step: int) -> None:
-    """Removes the output of a killed run after its last checkpoint.
-
-    Args:
-        folder: of the run: its rollouts, and the files of TorchRL's ``CSVLogger``.
-        step: of the checkpoint.
-    """
+    """Removes rollouts and CSV metrics of a killed run after a checkpoint's step."""
 
     def is_earlier(line: str) -> bool:
         try:

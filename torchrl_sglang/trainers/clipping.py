@@ -18,18 +18,11 @@ _TOO_SMALL = 1e-6
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-    """Scales gradients so that their norm is ``limit`` at most.
+    """Scales gradients to a norm of at most ``limit``; returns the norm before.
 
     As :func:`torch.nn.utils.clip_grad_norm_`, which takes some 0.1 ms of Python for
     each parameter that FSDP2 shards, while the GPU waits: here the shards of a rank are
-    read as the tensors that they are, all at once.
-
-    Args:
-        parameters: with gradients, sharded or not; all ranks that share them call this.
-        limit: largest norm; None for no limit.
-
-    Returns:
-        The norm of all gradients before, on their device.
+    read as plain tensors, all at once. All ranks that share the parameters call this.
     """
     shards, other_layouts, tensors = _split(parameters)
     norms = [_norm_of_shards(grads, group) for group, grads in shards.items()]

@@ -27,11 +27,7 @@ NOT_OF_A_FUNCTION = ("prompts", "keep_group", "epochs", "max_staleness", "on_sta
 
 
 def read_rewards(arguments: RunArguments) -> dict[tuple[str, str], RewardFunction]:
-    """Returns the reward functions by argument and name; checks the other functions.
-
-    Raises:
-        ConfigurationError: if a function has wrong arguments, or nothing sets a reward.
-    """
+    """Returns the reward functions by argument and name; checks the other functions."""
     rewards: dict[tuple[str, str], RewardFunction] = {}
     for argument, of_group in (("rewards", False), ("group_rewards", True)):
         functions = read_functions(
@@ -51,11 +47,7 @@ def read_rewards(arguments: RunArguments) -> dict[tuple[str, str], RewardFunctio
 
 
 def check_collector(arguments: RunArguments) -> None:
-    """Checks that the arguments define conversations and their collector once.
-
-    Raises:
-        ConfigurationError: if there are two ways to collect, or none.
-    """
+    """Refuses arguments that define the conversations or the collector twice."""
     names = (*FUNCTIONS, "agent", "env")
     makers = [name for name in names if getattr(arguments, name) is not None]
     if callable(arguments.collector):
@@ -136,12 +128,7 @@ def check_made(made: Any, group_size: int) -> None:
 
 
 def check_groups(queries: Sequence[str], group_size: int) -> None:
-    """Checks that conversations whose rewards are compared have one prompt.
-
-    Args:
-        queries: prompt of each conversation of a batch.
-        group_size: of a run.
-    """
+    """Checks that conversations whose rewards are compared have one prompt."""
     for start in range(0, len(queries), group_size):
         for query in queries[start : start + group_size]:
             if query != queries[start]:

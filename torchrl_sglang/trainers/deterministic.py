@@ -53,11 +53,7 @@ def check_repeatable(
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Has torch compute the same bits twice, or raise, within a ``with`` block.
-
-    Raises:
-        ConfigurationError: if the environment makes cuBLAS nondeterministic.
-    """
+    """Makes torch deterministic in the block, if the environment lets cuBLAS be."""
     workspace = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise ConfigurationError(

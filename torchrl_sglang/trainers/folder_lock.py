@@ -22,11 +22,7 @@ OWNER = ".lock_owner"
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Holds a folder, which exists, for one run.
-
-    Raises:
-        ConfigurationError: if another run, of this process or another one, holds it.
-    """
+    """Holds an existing folder for one run; refuses a second run."""
     lock = FileLock(folder / LOCK, timeout=0)
     owner = folder / OWNER
     try:

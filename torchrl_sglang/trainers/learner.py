@@ -448,8 +448,7 @@ class Learner:
     def find_not_finite(self, *, of_optimizer: bool = False) -> str:
         """Returns which trained weight is not finite, on any rank; ``""``: none.
 
-        Args:
-            of_optimizer: also looks at what the optimizer keeps of each weight.
+        With ``of_optimizer``, the optimizer's state of each weight is checked, too.
         """
         tensors = {
             f"weight {name}": weight
@@ -491,7 +490,6 @@ class Learner:
     def _score(self, model: Any, place: Any, rows: TensorDictBase) -> None:
         """Writes log-probs of all rows, computed in passes."""
         packed = self._packs and not prepare_packing(model, self.loss.packing)
-        score = self._score_packed if packed else self._score_padded
         parts = self._cut_by_tokens(rows, packed=packed)
         ranks = LossRanks(self.ranks.group, self.loss)
         for part, counts in ranks.same_number(parts):
@@ -506,7 +504,9 @@ class Learner:
                 if place == TRAIN_LOG_PROBS:
                     routing = replaying(self.model, inputs)
                 with self._autocast(), routing:
-                    return score(model, inputs.to(self._device))
+                    return self._score_part(
+                        model, inputs.to(self._device), packed=packed
+                    )
 
             log_probs = self._ranks_in_step.together(scored)
             for row, values in zip(chosen, log_probs, strict=True):
@@ -522,26 +522,25 @@ class Learner:
         sampling_of = getattr(self.loss, "sampling_of", None)
         return None if sampling_of is None else sampling_of(inputs)
 
-    def _score_padded(self, model: Any, inputs: TensorDictBase) -> Any:
-        """Returns the log-probs of all tokens, a tensor for each row."""
-        actor = scorer(model, self.actor.tokenizer)
-        tokens, real = _read_tokens(inputs, actor.tokenizer.pad_token_id)
-        # Nothing is before the first token of a sequence.
-        mask = real & (real.cumsum(-1) > 1)
+    def _score_part(self, model: Any, inputs: TensorDictBase, *, packed: bool) -> Any:
+        """Returns the log-probs of scored tokens, a tensor for each row."""
+        tokens, real = _read_tokens(inputs, self.actor.tokenizer.pad_token_id)
         sampling = self._sampling_of(inputs)
-        terms = padded_terms(actor, tokens, real, mask, sampling=sampling)
-        return _cut_padding(terms.log_prob, inputs)
-
-    def _score_packed(self, model: Any, inputs: TensorDictBase) -> Any:
-        """Returns the log-probs of the loss's tokens, a tensor for each row."""
-        tokens, real = _read_tokens(inputs, 0)
-        width = tokens.shape[1]
-        mask = read_mask(inputs, self.loss.masking_strategy, width)
-        if self._correct is not None:
-            mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
-        sampling = self._sampling_of(inputs)
-        terms = packed_terms(model, tokens, real, mask, sampling=sampling)
-        return _cut_padding(terms.log_prob, inputs)
+        if packed:
+            width = tokens.shape[1]
+            mask = read_mask(inputs, self.loss.masking_strategy, width)
+            if self._correct is not None:
+                mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
+            terms = packed_terms(model, tokens, real, mask, sampling=sampling)
+        else:
+            # Nothing is before the first token of a sequence.
+            mask = real & (real.cumsum(-1) > 1)
+            actor = scorer(model, self.actor.tokenizer)
+            terms = padded_terms(actor, tokens, real, mask, sampling=sampling)
+        lengths, width = row_lengths(inputs, TOKENS), tokens.shape[1]
+        assert lengths is not None
+        pairs = zip(terms.log_prob, lengths.tolist(), strict=True)
+        return [row[width - length :] for row, length in pairs]
 
     def _autocast(self) -> Any:
         return torch.autocast(
@@ -603,13 +602,3 @@ def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:
             f"padding; collect it with SGLangWrapper(...), whose batches have masks."
         )
     return tokens, real.bool()
-
-
-def _cut_padding(values: Tensor, rows: TensorDictBase) -> list[Tensor]:
-    """Returns the values of each row, which are padded on the left."""
-    lengths, width = row_lengths(rows, TOKENS), values.shape[1]
-    assert lengths is not None
-    return [
-        row[width - length :]
-        for row, length in zip(values, lengths.tolist(), strict=True)
-    ]

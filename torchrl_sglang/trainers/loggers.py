@@ -6,8 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,8 @@ RESUMED = ("csv", "tensorboard", "wandb")
 """Loggers that TorchRL opens where those of a checkpoint ended."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Wish:
-    """A logger that was asked for by name."""
-
-    kind: str
-    folder: Path
-    name: str
-    project: str
-    state: Any
+LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
+"""Names of TorchRL's loggers."""
 
 
 def make_logger(
@@ -38,37 +30,39 @@ def make_logger(
     project: str,
     state: Any = None,
 ) -> Logger | None:
-    """Returns TorchRL's logger of a run.
+    """Returns TorchRL's logger of a run, by its name, or the given one.
 
-    Args:
-        given: a logger, the name of one, or None.
-        folder: to write to.
-        name: of the run.
-        project: of W&B and Trackio, and MLflow's experiment.
-        state: of the logger of a run that goes on, if it is one of ``RESUMED``.
-
-    Raises:
-        ConfigurationError: if there is none of this name, or its package is missing.
+    ``state`` is of the logger of a run that goes on, if it is one of ``RESUMED``.
+    Raises :class:`.ConfigurationError` for an unknown name, or if its package is
+    missing.
     """
     check_logger(given)
     if given is None or isinstance(given, Logger):
         return given
-    wish = _Wish(kind=given, folder=folder, name=name, project=project, state=state)
+    logs = os.path.abspath(folder / "logs")
+    if state is not None:
+        # TorchRL would go on in the folder of the saved run, which may have moved.
+        state = {**state, "log_dir": logs}
     try:
         if given != "csv":
             # TorchRL asks for it with the first metric, or does not ask at all.
             importlib.import_module(given)
-        return LOGGERS[given](wish)
+        if given == "mlflow":
+            return _mlflow(Path(logs), name, project)
+        return get_logger(
+            given,
+            logger_name=logs,
+            experiment_name=name,
+            state_dict=state,
+            wandb_kwargs={"project": project},
+            trackio_kwargs={"project": project},
+        )
     except ImportError as error:
         raise _missing(given, str(error)) from error
 
 
 def check_logger(given: Any) -> None:
-    """Checks a logger of a run, and opens none.
-
-    Raises:
-        ConfigurationError: if there is none of this name, or its package is missing.
-    """
+    """Checks a logger's name and package, and opens none."""
     if given is None or isinstance(given, Logger):
         return
     if not isinstance(given, str) or given not in LOGGERS:
@@ -96,53 +90,21 @@ def forget_later_points(logger: Any, step: int) -> None:
     logger.experiment.file_writer.add_event(begun)
 
 
-def _of_torchrl(wish: _Wish) -> Logger:
-    folder, state = os.path.abspath(wish.folder / "logs"), wish.state
-    if state is not None:
-        # TorchRL would go on in the folder of the saved run, which may have moved.
-        state = {**state, "log_dir": folder}
-    return get_logger(
-        wish.kind,
-        logger_name=folder,
-        experiment_name=wish.name,
-        state_dict=state,
-        wandb_kwargs={"project": wish.project},
-    )
+def _mlflow(logs: Path, name: str, project: str) -> Logger:
+    """Returns MLflow's logger, of ``MLFLOW_TRACKING_URI`` or a database in the folder.
 
-
-def _mlflow(wish: _Wish) -> Logger:
-    """Returns MLflow's logger, which writes to a database in the run's folder.
-
-    ``MLFLOW_TRACKING_URI`` is another place, as for MLflow itself. TorchRL would write
-    files, which MLflow reads no more.
+    TorchRL would write files, which MLflow reads no more.
     """
     import mlflow
     from torchrl.record.loggers.mlflow import MLFlowLogger
 
     artifacts, uri = None, os.environ.get("MLFLOW_TRACKING_URI")
     if not uri:
-        logs = (wish.folder / "logs").absolute()
         logs.mkdir(parents=True, exist_ok=True)
         uri, artifacts = f"sqlite:///{logs / 'mlflow.db'}", (logs / "mlflow").as_uri()
-    logger = MLFlowLogger(wish.project, uri, artifact_location=artifacts)
-    mlflow.set_tag("mlflow.runName", wish.name)
+    logger = MLFlowLogger(project, uri, artifact_location=artifacts)
+    mlflow.set_tag("mlflow.runName", name)
     return logger
-
-
-def _trackio(wish: _Wish) -> Logger:
-    from torchrl.record.loggers.trackio import TrackioLogger
-
-    return TrackioLogger(wish.name, wish.project)
-
-
-LOGGERS: Mapping[str, Callable[[_Wish], Logger]] = {
-    "csv": _of_torchrl,
-    "tensorboard": _of_torchrl,
-    "wandb": _of_torchrl,
-    "mlflow": _mlflow,
-    "trackio": _trackio,
-}
-"""Name of a logger -> what makes it."""
 
 
 class LoggerCalls:
@@ -156,11 +118,7 @@ class LoggerCalls:
         self._told: set[str] = set()
 
     def __call__(self, log: Callable[..., Any], *arguments: Any, step: int) -> None:
-        """Calls a function of a logger with arguments and a step.
-
-        Raises:
-            Exception: of the function, if none has succeeded before.
-        """
+        """Calls a function of a logger with arguments and a step."""
         try:
             log(*arguments, step=step)
         except Exception as error:

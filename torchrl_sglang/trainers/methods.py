@@ -57,15 +57,7 @@ METHODS: dict[str, Method] = {
 
 
 def find_method(name: Any) -> Method:
-    """Returns a method by name.
-
-    Raises:
-        ConfigurationError: if there is none of this name.
-
-    Examples:
-        >>> find_method("dr_grpo").advantage
-        'centered'
-    """
+    """Returns a method by name."""
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
     method = nearest(str(name), METHODS)

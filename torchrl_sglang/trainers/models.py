@@ -46,18 +46,14 @@ def load_model(
 
     Args:
         model: a folder, a hub name, or a model of transformers, which is changed.
-        device: where it is trained.
-        dtype: of its weights. Passes are computed in bfloat16 on a GPU anyway.
-        attn_implementation: of transformers, such as ``"sdpa"``. Defaults to its own
-            choice, or the given model's.
+        device: device of the model.
+        dtype: type of its weights. Passes are computed in bfloat16 on a GPU anyway.
+        attn_implementation: attention of transformers, such as ``"sdpa"``. Defaults to
+            its own choice, or the given model's.
         lora: arguments of PEFT's ``LoraConfig``, to train an adapter alone.
         gradient_checkpointing: compute activations again in the backward pass.
         trust_remote_code: run the code of a checkpoint.
-        ranks: of the trainer. Defaults to this process alone.
-
-    Raises:
-        ConfigurationError: if ``lora`` is given and PEFT is not installed, or the model
-            is not found or has no such attention.
+        ranks: ranks of the trainer. Defaults to this process alone.
     """
     ranks = ranks or TrainerRanks()
     loaded: Any = model
@@ -182,18 +178,12 @@ def shard(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> nn.Module:
-    """Shards a model over the ranks with FSDP2, a group of parameters for each layer.
+    """Shards a model of transformers over two or more ranks with FSDP2, by layers.
 
     All get the first rank's weights, layer by layer, so that no rank has the whole
     model on its GPU; the others can give one without memory, on the device ``"meta"``.
-    Weights stay in their type, and gradients are added up in float32.
-
-    Args:
-        model: of transformers; changed in place.
-        ranks: of the trainer, at least two.
-        device: of this rank.
-        compute_dtype: of passes. Defaults to bfloat16 on GPUs, elsewhere to the
-            weights' own.
+    Weights stay in their type, and gradients are added up in float32. Passes are
+    computed in ``compute_dtype``, by default bfloat16 on GPUs.
     """
     mesh = init_device_mesh(device.type, (ranks.size,))
     options: dict[str, Any] = {"mesh": mesh}
@@ -277,13 +267,8 @@ def save_model(
 ) -> Path:
     """Writes a model as transformers reads it, with the policy's chat template.
 
-    All ranks call this; the first one writes.
-
-    Args:
-        model: what was trained.
-        policy: what has generated; ``None`` on other ranks.
-        folder: to write to. It is there with everything in it, or not at all.
-        ranks: of the trainer.
+    All ranks call this; the first one, which has the policy, writes the whole folder or
+    nothing.
     """
     options = StateDictOptions(
         # Tensor by tensor, to the memory of the first rank's host.

@@ -23,17 +23,10 @@ def optimizer_of(
 ) -> Callable[[Any], torch.optim.Optimizer]:
     """Returns a function that makes the optimizer, after a trial.
 
-    On a GPU it is the fused AdamW, which is faster and has no memory of its own beside
-    its moments.
-
-    Args:
-        given: arguments of AdamW, a function that makes an optimizer, or None.
-        lr: learning rate, or None.
-        default: that of an AdamW of which none is given.
-
-    Raises:
-        ConfigurationError: if these make no optimizer, or the learning rate is given
-            twice.
+    ``given`` is a function, or arguments of AdamW, whose learning rate is ``lr`` or
+    ``default``. On a GPU it is the fused AdamW, which is faster and needs no memory
+    beside its moments. Raises :class:`.ConfigurationError` if these make no optimizer,
+    or the learning rate is given twice.
     """
     elsewhere = callable(given) or "lr" in (given or ())
     if lr is not None and elsewhere:
@@ -72,15 +65,8 @@ def make_schedule(
 ) -> Any:
     """Returns a schedule of transformers for an optimizer's learning rate.
 
-    Args:
-        name: such as ``"constant_with_warmup"``, ``"linear"`` or ``"cosine"``.
-        optimizer: whose learning rate it sets.
-        warmup_steps: optimizer steps from 0 to the learning rate.
-        total_steps: of the run; None if it is not known.
-
-    Raises:
-        ConfigurationError: if there is none of this name, or it needs to know the
-            number of steps.
+    ``total_steps`` is None if the length of the run is unknown. Raises
+    :class:`.ConfigurationError` for an unknown name, or if it needs that length.
     """
     try:
         return get_scheduler(
@@ -98,16 +84,9 @@ def make_schedule(
 
 
 def check_schedule(name: str, warmup_steps: int, total_steps: int | None) -> None:
-    """Tries a schedule for a step.
+    """Tries a schedule of :func:`make_schedule` for a step.
 
-    Args:
-        name: as for :func:`make_schedule`, as are the others.
-        warmup_steps: likewise.
-        total_steps: likewise.
-
-    Raises:
-        ConfigurationError: as :func:`make_schedule`, or if it needs more than the
-            number of a step, or has no warmup and is given one.
+    Refuses a schedule that needs more than the number of a step, or lacks a warmup.
     """
     if name == "constant" and warmup_steps:
         raise ConfigurationError(
@@ -127,11 +106,7 @@ def check_schedule(name: str, warmup_steps: int, total_steps: int | None) -> Non
 
 
 def check_steps_alone(schedule: Any) -> None:
-    """Refuses a schedule whose step needs more than that a step was taken.
-
-    Raises:
-        ConfigurationError: naming the schedule, such as ``ReduceLROnPlateau``.
-    """
+    """Refuses a schedule whose step needs more than a step's number."""
     try:
         inspect.signature(schedule.step).bind()
     except TypeError as error:

@@ -12,20 +12,13 @@ from torchrl_sglang.objectives.transform import OffPolicyCorrection
 def cut_by_tokens(
     lengths: Sequence[int], limit: int, *, packed: bool = False, least: int = 1
 ) -> list[list[int]]:
-    """Groups sequences, so that a group has few padded tokens. Pure.
+    """Groups sequences by their lengths, so that a group has few padded tokens. Pure.
 
-    Args:
-        lengths: of the sequences.
-        limit: most tokens of a group; a longer sequence is alone.
-        packed: whether a group has no padding: sequences are spread so that groups have
-            about as many tokens each. Otherwise those of a group are of similar length.
-            Defaults to False.
-        least: groups that there are at least, as far as there are sequences. Defaults
-            to 1.
-
-    Returns:
-        list: positions of the sequences of each group; all sequences are in one. Later
-        groups have more tokens if they are packed, or longer sequences.
+    A group has at most ``limit`` tokens; a longer sequence is alone. ``packed`` groups
+    have no padding, and about as many tokens each; otherwise the sequences of a group
+    are of similar length. There are at least ``least`` groups, as far as there are
+    sequences. Returns positions of the sequences; later groups have more tokens if they
+    are packed, or longer sequences.
 
     Examples:
         >>> cut_by_tokens([5, 1, 2, 2, 9], limit=6)

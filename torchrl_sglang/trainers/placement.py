@@ -33,14 +33,8 @@ def connect_arguments(
     """Returns the arguments of ``AsyncSGLang.connect``, or None for servers to start.
 
     The environment has default keys of the servers, since other users can read a run's
-    file and its command line.
-
-    Args:
-        engine: a run's: a URL, several, or a mapping with a name of ``CONNECTING``.
-        environment: variables with the keys.
-
-    Raises:
-        ConfigurationError: if an argument is for servers to be started.
+    file and its command line. Arguments of servers to start beside an address are
+    refused.
     """
     if isinstance(engine, str):
         engine = {"url": engine}
@@ -108,19 +102,11 @@ def server_arguments(
     by_file: bool,
     seed: int,
 ) -> dict[str, Any]:
-    """Returns the arguments of a run's servers.
+    """Returns the arguments of a run's servers; those ``given`` by the user win.
 
-    Args:
-        given: the user's, which take precedence.
-        ranks: the trainer's, which have the first GPUs.
-        colocated: whether the servers run on the same GPUs.
-        lora: arguments of an adapter that is trained alone; None trains all weights.
-        by_file: whether weights go by files, which every server reads.
-        seed: the servers' seed.
-
-    Raises:
-        ConfigurationError: if a server would be on a GPU without a rank of the trainer,
-            so that it could not open the weights.
+    The trainer's ranks have the first GPUs; ``colocated`` servers run on the same.
+    ``by_file`` weights are files that every server reads. Refuses a server on a GPU
+    without a rank of the trainer, which could not open the weights.
     """
     arguments: dict[str, Any] = {"random_seed": seed}
     on_gpus = torch.cuda.is_available()
@@ -168,15 +154,7 @@ def _one_for_each_rank(
 
 
 def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:
-    """Refuses servers that a launcher has started on the trainer's GPUs.
-
-    Args:
-        servers: places of the servers.
-        gpus: the trainer's GPUs, as in ``CUDA_VISIBLE_DEVICES``.
-
-    Raises:
-        ConfigurationError: naming a server.
-    """
+    """Refuses servers that a launcher has started on the trainer's GPUs."""
     for server in servers:
         if server.local and not set(gpus).isdisjoint(server.gpus or ()):
             raise ConfigurationError(

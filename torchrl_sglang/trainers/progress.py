@@ -22,13 +22,7 @@ nothing between the lines of steps."""
 def choose_mode(
     given: StepsShown, *, is_first: bool, is_terminal: bool, in_notebook: bool
 ) -> ProgressMode:
-    """Returns the mode of showing progress. Pure.
-
-    Args:
-        given: the argument of the run; True shows a bar anywhere.
-        is_first: whether this is the first rank.
-        is_terminal: whether standard error is a terminal.
-        in_notebook: whether this is a notebook's kernel.
+    """Returns the mode of showing progress; True shows a bar anywhere. Pure.
 
     Examples:
         >>> choose_mode("auto", is_first=True, is_terminal=False, in_notebook=False)
@@ -59,12 +53,8 @@ def tell(text: str) -> None:
 class StepProgress:
     """Shows the steps of a run and the status of the present step in a block.
 
-    Args:
-        mode: a bar, lines or nothing.
-        total: steps of the run; None if they are not known.
-        done: steps before the block.
-        status: returns the status in a few words; called in another thread.
-        seconds: interval. Defaults to a second for a bar, and a minute for lines.
+    ``status`` returns the status in a few words, in another thread, once in
+    ``seconds``: by default a second for a bar, and a minute for lines.
     """
 
     def __init__(

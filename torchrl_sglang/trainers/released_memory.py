@@ -16,12 +16,8 @@ class ReleasedMemory:
 
     SGLang's server ends if it wakes up and the memory is not there: what a trainer
     keeps meanwhile, such as the moments of an optimizer, is there from the first step
-    on.
-
-    Args:
-        ranks: of the trainer; all of them make each call.
-        read: returns the free and the whole bytes of this rank's GPU; None where the
-            trainer has none.
+    on. All ranks make each call. ``read`` returns the free and total bytes of this
+    rank's GPU; None where the trainer has none.
     """
 
     def __init__(
@@ -48,14 +44,7 @@ class ReleasedMemory:
         self._released -= free - self._free()
 
     def check(self, share: float | None) -> None:
-        """Refuses to wake servers up that would not find their memory, on all ranks.
-
-        Args:
-            share: ``mem_fraction_static`` of the servers, if it is known.
-
-        Raises:
-            ConfigurationError: if a GPU has less free than its server is to have again.
-        """
+        """Refuses to wake servers up that would not find their memory, on all ranks."""
         needed, self._released = self._released, 0
         message = ""
         if self._read is not None:
@@ -72,17 +61,13 @@ class ReleasedMemory:
 def shortage(wanted: int, free: int, whole: int, share: float | None) -> str:
     """Returns an error message if less is free than a server needs, or an empty text.
 
-    Args:
-        wanted: bytes that a server released.
-        free: bytes of its GPU.
-        whole: likewise, of all it has.
-        share: ``mem_fraction_static`` of the server, if it is known.
+    All are bytes of its GPU, but ``share``, its ``mem_fraction_static`` if known.
 
     Examples:
         >>> shortage(30, 40, 80, 0.6)
         ''
-        >>> found = shortage(40 * 10**9, 32 * 10**9, 80 * 10**9, 0.6)
-        >>> "'mem_fraction_static': 0.49}" in found
+        >>> message = shortage(40 * 10**9, 32 * 10**9, 80 * 10**9, 0.6)
+        >>> "'mem_fraction_static': 0.49}" in message
         True
     """
     if wanted <= free:

@@ -50,28 +50,17 @@ SHOWN = (
 
 
 PHASES = {
-    "collect": "Generation",
-    "train": "Training",
-    "sleep": "Putting servers to sleep and waking them up",
-    "update": "Sending weights",
-    "evaluate": "Evaluation",
-    "save": "Writing checkpoints",
+    "collect": ("collecting", "Generation"),
+    "train": ("training", "Training"),
+    "sleep": (
+        "putting servers to sleep or waking them up",
+        "Putting servers to sleep and waking them up",
+    ),
+    "update": ("sending weights", "Sending weights"),
+    "evaluate": ("evaluating", "Evaluation"),
+    "save": ("saving", "Writing checkpoints"),
 }
-"""Phase of the trainer -> what bounds a run that it takes the longest of.
-
-A trainer that collects waits for responses."""
-
-
-DOING = {
-    "collect": "collecting",
-    "train": "training",
-    "sleep": "putting servers to sleep or waking them up",
-    "update": "sending weights",
-    "evaluate": "evaluating",
-    "save": "saving",
-}
-"""Phase of the trainer -> its words in a status."""
-
+"""Phase of the trainer -> its words in a status, and as the bottleneck of a run."""
 
 TOLD_BY_COLLECTOR = ("collect", "update")
 """Phases that the collector tells a recorder of, in its own words."""
@@ -118,21 +107,12 @@ def describe(
 ) -> dict[str, float]:
     """Returns metrics of a whole batch before it is trained on.
 
-    Args:
-        batch: whole groups, as a collector yields them.
-        policy_version: of the trainer's weights.
-        group_size: conversations of a group.
-        max_tokens: of a response; one of so many was cut off, unless its
-            ``generation_info`` says so. Defaults to None: not known.
-        trajectory_return: as for :class:`.GroupAdvantage`.
-
-    Returns:
-        dict: ``batch/reward`` and ``reward_std`` of conversations, ``reward/NAME`` of
-        each named reward, ``response_tokens`` that the policy wrote of a response,
-        ``truncated``, the share of responses that were cut off, where it is known,
-        ``flat_groups``, the share of groups without variance, ``turns`` of a
-        conversation, ``tokens`` that the policy wrote, ``age`` and ``age_max`` in
-        weight updates.
+    ``batch/reward`` and ``reward_std`` of conversations, ``reward/NAME`` of each named
+    reward, ``response_tokens`` that the policy wrote of a response, ``truncated``, the
+    share of responses that were cut off, where it is known, ``flat_groups``, the share
+    of groups without variance, ``turns`` of a conversation, ``tokens`` that the policy
+    wrote, ``age`` and ``age_max`` in weight updates. A response of ``max_tokens`` was
+    cut off, unless its ``generation_info`` differs.
     """
     returns, _ = conversation_returns(batch, trajectory_return)
     groups = returns.view(-1, group_size)
@@ -166,17 +146,10 @@ def describe_held_out(
     max_tokens: int | None = None,
     trajectory_return: TrajectoryReturn = "sum",
 ) -> dict[str, float]:
-    """Returns metrics of answers to held-out prompts, one to each.
+    """Returns metrics of single answers to held-out prompts, likewise.
 
-    Args:
-        batch: of the answers.
-        policy_version: as for :func:`describe`, as are the others.
-        max_tokens: of an answer.
-        trajectory_return: of its rewards.
-
-    Returns:
-        dict: ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` where it is
-        known, and ``eval_reward/NAME``.
+    ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` where it is known, and
+    ``eval_reward/NAME``.
     """
     metrics = describe(
         batch,
@@ -227,10 +200,9 @@ def summarize(
 ) -> str:
     """Returns a sentence with the bottleneck of a run.
 
-    Args:
-        totals: seconds of each phase of the trainer.
-        bottleneck: what the collector says.
-        in_turn: whether one phase waits for the other, so that the longest one counts.
+    ``totals`` are seconds of each phase of the trainer, and ``bottleneck`` is the
+    collector's sentence. ``in_turn``, one phase waits for the other, and the longest
+    counts.
 
     Examples:
         >>> totals = {"collect": 6.0, "train": 3.0, "update": 1.0}
@@ -238,7 +210,7 @@ def summarize(
         'Generation bounds the run (collect 60%, train 30%, update 10%).'
         >>> summarize({**totals, "save": 10.0}, None, in_turn=False)
         'Writing checkpoints bounds the run (collect 30%, train 15%, update 5%, \
-save 50%).'
+    save 50%).'
     """
     total = sum(totals.values()) or 1.0
     shares = ", ".join(
@@ -249,7 +221,7 @@ save 50%).'
     elsewhere = longest not in ("collect", "train", "update")
     in_turn = in_turn and not sentence.startswith("The environment")
     if elsewhere or in_turn or not sentence:
-        sentence = f"{PHASES[longest]} bounds the run."
+        sentence = f"{PHASES[longest][1]} bounds the run."
     return f"{sentence.rstrip('.')} ({shares})."
 
 
@@ -291,13 +263,7 @@ def line_of(step: int, steps: int | None, metrics: Mapping[str, float]) -> str:
 
 
 def status_of(step: int, phase: str, seconds: float, stats: Mapping[str, Any]) -> str:
-    """Returns the progress of a step that has not ended.
-
-    Args:
-        step: number of the step.
-        phase: phase of the trainer, a key of ``DOING``.
-        seconds: time since the step began.
-        stats: statistics of the collector, if it has any.
+    """Returns the progress of a step after ``seconds``, with the collector's stats.
 
     Examples:
         >>> status_of(4, "collect", 65.2, {"groups_ready": 9, "groups_running": 7})
@@ -305,7 +271,7 @@ def status_of(step: int, phase: str, seconds: float, stats: Mapping[str, Any]) -
         >>> status_of(4, "train", 70.4, {"groups_ready": 0, "groups_running": 0})
         'step 4, 70 s: training'
     """
-    words = [f"step {step}, {seconds:.0f} s: {DOING[phase]}"]
+    words = [f"step {step}, {seconds:.0f} s: {PHASES[phase][0]}"]
     ready, running = stats.get("groups_ready", 0), stats.get("groups_running", 0)
     if ready or running or (phase == "collect" and "groups_ready" in stats):
         words.append(f"{ready} groups are complete, {running} run")
@@ -315,16 +281,10 @@ def status_of(step: int, phase: str, seconds: float, stats: Mapping[str, Any]) -
 
 
 class Rollouts:
-    """Writes the responses of each step to a JSON-lines file.
+    """Appends the responses of each step to a JSON-lines file.
 
     A row is one of :func:`.rows_of`, with null in place of a number that is NaN or
     infinite, which JSON has none of.
-
-    Args:
-        path: of the file; appended to.
-
-    Raises:
-        CheckpointError: from :meth:`write`, if there is no room.
     """
 
     def __init__(self, path: Path) -> None:

@@ -117,15 +117,10 @@ def _cell(name: str, value: Any) -> Any:
 
 
 def log_samples(logger: Any, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Logs a table of responses, with a logger that shows tables.
+    """Logs a table of rows of :func:`rows_of`, with a logger that shows tables.
 
     W&B and Trackio have a table, MLflow an artifact ``samples.json`` that grows, and
     TensorBoard a text. Others, such as CSV, have none: ``rollouts.jsonl`` has all.
-
-    Args:
-        logger: of TorchRL.
-        rows: of :func:`rows_of`.
-        step: that they are of.
     """
     write = _TABLES.get(type(logger).__name__)
     if write is not None and rows:

@@ -20,11 +20,7 @@ SAMPLING: Mapping[str, Any] = {"max_new_tokens": 512, "temperature": 1.0}
 
 
 def read_sampling(generate_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a run's sampling parameters, with its defaults.
-
-    Raises:
-        ConfigurationError: if the policy does not know a parameter.
-    """
+    """Returns a run's sampling parameters, with its defaults."""
     params = dict(check_mapping("generate_kwargs", generate_kwargs or {}))
     for name in params:
         if not isinstance(name, str):
@@ -63,17 +59,7 @@ def warn_of_greedy_groups(sampling: Mapping[str, Any], stacklevel: int) -> None:
 def check_sampling(
     params: Mapping[str, Any], mode: LogProbsMode, capabilities: ServerCapabilities
 ) -> None:
-    """Refuses sampling that servers cannot report; warns of untrained distributions.
-
-    Args:
-        params: sampling parameters of the run.
-        mode: kind of its log-probs.
-        capabilities: capabilities of the servers.
-
-    Raises:
-        UnsupportedByServerError: if the mode is ``"behaviour"``, and the servers do not
-            report the distribution of tokens.
-    """
+    """Refuses sampling that servers cannot report; warns of untrained distributions."""
     request = GenerateRequest(input_ids=[0], sampling_params=params, logprobs_mode=mode)
     plan = plan_request(request, capabilities)
     checked, name = plan.request.sampling_params, plan.token_filter

@@ -63,9 +63,7 @@ class Served:
 class Serving:
     """Checks and starts a run's engine, policy and gateway.
 
-    Args:
-        arguments: the run's.
-        opening: messages of the first prompt; empty if they are not known.
+    ``opening`` has the messages of the first prompt; it is empty if they are not known.
     """
 
     def __init__(self, arguments: RunArguments, opening: Sequence[Message]) -> None:

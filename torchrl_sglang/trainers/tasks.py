@@ -20,9 +20,6 @@ def as_list(name: str, prompts: Any) -> list[Any]:
     """Returns tasks as a list, which can be read more than once.
 
     The batches of a data loader are split into tasks.
-
-    Raises:
-        ConfigurationError: if they are no tasks.
     """
     _check_tasks(name, prompts)
     if not isinstance(prompts, Iterable):
@@ -39,12 +36,8 @@ def check_prompts(
 ) -> None:
     """Checks the tasks of a list, or the first task of another indexed dataset.
 
-    Args:
-        name: argument of a run.
-        prompts: its tasks.
-        query_key: key of a prompt; None for an agent, which reads any task.
-        taken: columns of a batch, which no task may have.
-        rewards: functions that may need columns of a task.
+    ``query_key`` is None for an agent, which reads any task; no task may have a
+    ``taken`` column.
     """
     _check_tasks(name, prompts)
     if not is_read_by_index(prompts):

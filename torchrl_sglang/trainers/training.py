@@ -129,14 +129,7 @@ class Training:
     def make_learner(
         self, model: Any, tokenizer: Any, ranks: TrainerRanks, *, reference: Any = None
     ) -> Learner:
-        """Returns the learner of a loaded model.
-
-        Args:
-            model: result of :meth:`load`.
-            tokenizer: the servers' tokenizer.
-            ranks: ranks of the trainer.
-            reference: result of :meth:`make_reference`.
-        """
+        """Returns the learner of a model of :meth:`load` and the servers' tokenizer."""
         arguments = self.arguments
         loss = self._make_loss(scorer(model, tokenizer), ranks.device())
         optimizer = self.make_optimizer(
