@@ -201,6 +201,11 @@ class RolloutCorrectionConfig:
         return replaced or some
 
     @property
+    def recomputes(self) -> bool:
+        """Whether the old policy is recomputed before the step."""
+        return not self.bypass_mode and self.proximal == "recomputed"
+
+    @property
     def needs_versions(self) -> bool:
         """Whether the weight version of each token is needed."""
         return self.max_staleness is not None or self.proximal == "interpolated"

@@ -72,13 +72,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, level: Level) -> Tensor:
     ``SAFETY_BOUND``, 20, before they are exponentiated. As in verl's
     ``compute_rollout_correction_weights``.
 
-    Args:
-        log_ratio: ``(B, T)``.
-        mask: ``(B, T)``.
-        level: ``"token"`` or ``"sequence"``.
-
-    Returns:
-        ``(B, T)``; zero outside of the mask.
+    Weights are ``(B, T)``, as the arguments, and zero outside of the mask.
 
     Examples:
         >>> log_ratio = torch.tensor([[2.0, 0.5, 9.0]]).log()
@@ -101,11 +95,6 @@ def truncate(weights: Tensor, upper: float, lower: float | None = None) -> Tenso
     :math:`lower \le w \le upper` and zero elsewhere; the tokens stay in the
     denominator of the loss. TIS: Yao et al., 2025,
     https://fengyao.notion.site/off-policy-rl; IcePop: as in verl and OpenRLHF.
-
-    Args:
-        weights: importance weights, of any shape.
-        upper: largest weight.
-        lower: smallest nonzero weight, for IcePop.
 
     Examples:
         >>> truncate(torch.tensor([0.25, 1.0, 4.0]), 2.0)
@@ -131,9 +120,7 @@ def divergence(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     :math:`\frac12 \log^2 r`, k3 is :math:`r - 1 - \log r`. Schulman, 2020,
     http://joschu.net/blog/kl-approx.html.
 
-    Args:
-        log_ratio: of any shape; limited to ``SAFETY_BOUND``, 20.
-        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
+    Log-ratios, of any shape, are limited to ``SAFETY_BOUND``, 20.
 
     Examples:
         >>> log_ratio = torch.tensor([0.0, 1.0])
@@ -155,14 +142,7 @@ def rejection_statistic(
 ) -> Tensor:
     """Divergence of each token, or its sum, mean or maximum over the sequence.
 
-    Args:
-        log_ratio: ``(B, T)``.
-        mask: ``(B, T)``.
-        aggregate: ``"token"``, ``"seq_sum"``, ``"seq_mean"`` or ``"seq_max"``.
-        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
-
-    Returns:
-        ``(B, T)`` for ``"token"``, ``(B, 1)`` otherwise; zero for an empty sequence.
+    It is ``(B, T)`` for ``"token"``, ``(B, 1)`` otherwise; zero for an empty sequence.
 
     Examples:
         >>> log_ratio, mask = torch.tensor([[1.0, 2.0]]), torch.tensor([[True, True]])
@@ -198,15 +178,7 @@ def rejection_mask(
     instead, which is equivalent if the lower bound is the reciprocal of the upper
     bound.
 
-    Args:
-        log_ratio: ``(B, T)``.
-        mask: ``(B, T)``.
-        aggregate: ``"token"``, ``"seq_sum"``, ``"seq_mean"`` or ``"seq_max"``.
-        estimator: ``"k1"``, ``"k2"`` or ``"k3"``.
-        bounds: lower and upper bound, of the ratio for k1, of the divergence otherwise.
-
-    Returns:
-        bool ``(B, T)``; False outside of the mask.
+    The result is bool ``(B, T)``, False outside of the mask.
 
     Examples:
         >>> log_ratio = torch.tensor([[3.0, 1.0], [1.1, 1.0]]).log()
@@ -229,13 +201,7 @@ def veto_mask(log_ratio: Tensor, mask: Tensor, threshold: float) -> Tensor:
     A single token of tiny probability for the trainer is a sign of corrupted data, such
     as tokens sampled with other weights. As slime's ``rs_veto_threshold``, 1e-4.
 
-    Args:
-        log_ratio: ``(B, T)``.
-        mask: ``(B, T)``.
-        threshold: smallest accepted ratio ``pi_train / pi_rollout``.
-
-    Returns:
-        bool ``(B, T)``; False outside of the mask.
+    The result is bool ``(B, T)``, False outside of the mask.
 
     Examples:
         >>> log_ratio = torch.tensor([[1e-5, 1.0], [1.0, 1e-5]]).log()
@@ -263,15 +229,8 @@ def binary_total_variation_mask(
     :math:`\pi_{rollout} - \pi_{train} > low` otherwise. As ``dppo_mask_low`` and
     ``dppo_mask_high`` of prime-rl, 0.2 there.
 
-    Args:
-        train: log-probs of the trainer's policy, ``(B, T)``.
-        rollout: log-probs of the rollout policy, ``(B, T)``.
-        advantage: ``(B, T)``.
-        mask: ``(B, T)``.
-        bounds: ``(low, high)``.
-
-    Returns:
-        bool ``(B, T)``; False outside of the mask.
+    ``train`` and ``rollout`` are log-probs, and bounds are ``(low, high)``. The result
+    is bool ``(B, T)``, False outside of the mask.
 
     Examples:
         >>> train = torch.tensor([[0.9, 0.9]]).log()
@@ -290,16 +249,10 @@ def binary_total_variation_mask(
 
 
 def staleness_mask(versions: Tensor, mask: Tensor, oldest: int) -> Tensor:
-    """Tokens whose weights are recent enough.
+    """Tokens of the mask whose weights are at least of the version ``oldest``.
 
-    Args:
-        versions: int ``(B, T)``: version of each token's weights; negative if unknown,
-            which is never recent enough.
-        mask: ``(B, T)``.
-        oldest: oldest accepted version.
-
-    Returns:
-        bool ``(B, T)``; False outside of the mask.
+    Versions are integers ``(B, T)``; a negative version is unknown, and never recent
+    enough.
 
     Examples:
         >>> versions = torch.tensor([[3, 4, 5, -1]])
@@ -325,14 +278,8 @@ def interpolate_proximal(
     :math:`v` was sampled by the proximal policy itself (:math:`\alpha = 0`). AReaL's
     log-linear approximation (``docs/en/algorithms/prox_approx.md`` there).
 
-    Args:
-        train: log-probs of the policy in training, ``(B, T)``.
-        rollout: log-probs of the rollout policy, ``(B, T)``.
-        versions: int ``(B, T)``; negative if unknown, which counts as ``version``.
-        version: version of the weights at the start of the training step.
-
-    Returns:
-        ``(B, T)``.
+    ``train`` and ``rollout`` are log-probs ``(B, T)``; an unknown version, negative,
+    counts as ``version``.
 
     Examples:
         >>> train, rollout = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-2.0, -2.0]])

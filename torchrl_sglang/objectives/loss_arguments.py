@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, get_args
 
 from torch import Tensor
@@ -19,18 +20,6 @@ from torchrl_sglang.support.checks import (
     to_python,
 )
 
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "aggregation": (*get_args(Aggregation), "constant"),
-    "masking_strategy": get_args(MaskingStrategy),
-    # TorchRL has "sum", too, and computes the mean.
-    "reduction": ("mean", "none"),
-    "ref_log_prob_padding_side": ("left", "right"),
-}
-"""Argument -> its values."""
-
-NUMBERS = ("entropy_coeff", "kl_to_ref_coeff", "kl_to_inference_coeff")
-"""Coefficients, of any sign."""
-
 OPTIONAL = {
     *("aggregation", "reduction", "kl_mask_threshold"),
     *("kl_to_ref_coeff", "kl_to_inference_coeff", "max_tokens"),
@@ -41,22 +30,8 @@ OPTIONAL = {
 def check_loss_arguments(given: Mapping[str, Any]) -> None:
     """Checks arguments of a :class:`.CorrectedGRPOLoss`, some of them or all."""
     for name, value in given.items():
-        if value is None and name in OPTIONAL:
-            continue
-        if name in CHOICES:
-            check_choice(name, value, CHOICES[name])
-        elif name == "clip_epsilon":
-            _check_clip_epsilon(value)
-        elif name == "kl_mask_threshold":
-            check_positive(name, _number(value), zero=True)
-        elif name in NUMBERS:
-            _check_finite_number(name, value)
-        elif name in ("entropy_bonus", "replay_sampling"):
-            check_flag(name, value)
-        elif name == "packing":
-            check_auto(name, value)
-        elif name == "max_tokens":
-            check_count(name, value, least=1)
+        if name in CHECKS and not (value is None and name in OPTIONAL):
+            CHECKS[name](name, value)
 
 
 def check_denominator(aggregation: str | None, max_tokens: int | None) -> None:
@@ -68,22 +43,22 @@ def check_denominator(aggregation: str | None, max_tokens: int | None) -> None:
         )
 
 
-def _check_clip_epsilon(value: Any) -> None:
+def _check_clip_epsilon(name: str, value: Any) -> None:
     low, high = value, value
     if isinstance(value, (tuple, list)):
         if len(value) != 2:
             raise ConfigurationError(
-                f"clip_epsilon must be a number or a pair of them, got {value!r}."
+                f"{name} must be a number or a pair of them, got {value!r}."
             )
         low, high = value
-    if check_positive("clip_epsilon", _number(low), zero=True) >= 1:
+    if check_positive(name, _number(low), zero=True) >= 1:
         raise ConfigurationError(
-            f"clip_epsilon={value!r} leaves no ratio above 0 below; its first number "
+            f"{name}={value!r} leaves no ratio above 0 below; its first number "
             f"must be less than 1."
         )
     # An upper bound may be none.
     if _number(high) != math.inf:
-        check_positive("clip_epsilon", _number(high), zero=True)
+        check_positive(name, _number(high), zero=True)
 
 
 def _number(value: Any) -> Any:
@@ -97,3 +72,27 @@ def _check_finite_number(name: str, value: Any) -> None:
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if not is_number or not math.isfinite(number):
         raise ConfigurationError(f"{name} must be a finite number, got {value!r}.")
+
+
+def _check_threshold(name: str, value: Any) -> None:
+    check_positive(name, _number(value), zero=True)
+
+
+CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    "aggregation": partial(check_choice, choices=(*get_args(Aggregation), "constant")),
+    "masking_strategy": partial(check_choice, choices=get_args(MaskingStrategy)),
+    # TorchRL has "sum", too, and computes the mean.
+    "reduction": partial(check_choice, choices=("mean", "none")),
+    "ref_log_prob_padding_side": partial(check_choice, choices=("left", "right")),
+    "clip_epsilon": _check_clip_epsilon,
+    "kl_mask_threshold": _check_threshold,
+    # Coefficients may have any sign.
+    "entropy_coeff": _check_finite_number,
+    "kl_to_ref_coeff": _check_finite_number,
+    "kl_to_inference_coeff": _check_finite_number,
+    "entropy_bonus": check_flag,
+    "replay_sampling": check_flag,
+    "packing": check_auto,
+    "max_tokens": check_count,
+}
+"""Argument -> its check."""

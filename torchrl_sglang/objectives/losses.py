@@ -182,9 +182,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         check_denominator(self.aggregation, max_tokens)
         self.max_tokens = max_tokens
         self.correction = None if correction is None else as_config(correction)
-        if self.correction is not None and not (
-            self.correction.bypass_mode or self.correction.proximal == "interpolated"
-        ):
+        if self.correction is not None and self.correction.recomputes:
             raise ConfigurationError(
                 f"correction={correction!r} compares with an old policy that is "
                 f"recomputed before the step, which a loss cannot do; give it to "

@@ -217,11 +217,11 @@ class RoutingReplay:
                 function = vars(module).get(name)
                 is_bound = getattr(function, "__replay__", None) is self
                 if callable(function) and not is_bound:
-                    _replace(self._stack, module, name, self._bind(function))
+                    set_attribute(self._stack, module, name, self._bind(function))
 
     def _bind_routers(self, stack: ExitStack) -> None:
         for router in self.routers:
-            _replace(stack, router.module, "forward", self._route(router))
+            set_attribute(stack, router.module, "forward", self._route(router))
 
     @contextmanager
     def _active(self) -> Iterator[None]:
@@ -291,7 +291,7 @@ def replay_routing(model: Any) -> Iterator[RoutingReplay]:
     with ExitStack() as stack:
         stack.enter_context(replay._active())
         if actor is not None:
-            _replace(stack, actor, "forward", _reading(replay, actor.forward))
+            set_attribute(stack, actor, "forward", _reading(replay, actor.forward))
         yield replay
 
 
@@ -316,7 +316,7 @@ def _reading(replay: RoutingReplay, forward: Callable[..., Any]) -> Any:
     return read
 
 
-def _replace(stack: ExitStack, place: Any, name: str, value: Any) -> None:
+def set_attribute(stack: ExitStack, place: Any, name: str, value: Any) -> None:
     """Sets an attribute of an object until the stack ends."""
     attributes = vars(place)
     if name in attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from math import inf
 from typing import Any
@@ -17,6 +17,7 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS, read
 from torchrl_sglang.objectives.packing import PackedTokens
+from torchrl_sglang.objectives.routing import set_attribute
 from torchrl_sglang.objectives.support import (
     ACTORS,
     Drawn,
@@ -151,18 +152,13 @@ def replay_sampling(actor: TransformersWrapper) -> Iterator[TransformersWrapper]
             output = {"logits": _before(output["logits"], input_ids, drawn)}
         return compute(output, input_ids, *args, **kw)
 
-    state, names = vars(actor), ("forward", "_compute_log_probs_from_model_output")
-    # Such as patches of a replay of routing.
-    patched = {name: state[name] for name in names if name in state}
-    state |= dict(zip(names, (read_and_forward, restrict_and_compute), strict=True))
-    ACTORS.add(actor)
-    try:
+    with ExitStack() as stack:
+        set_attribute(stack, actor, "forward", read_and_forward)
+        name = "_compute_log_probs_from_model_output"
+        set_attribute(stack, actor, name, restrict_and_compute)
+        ACTORS.add(actor)
+        stack.callback(ACTORS.discard, actor)
         yield actor
-    finally:
-        ACTORS.discard(actor)
-        for name in names:
-            del state[name]
-        state |= patched
 
 
 def _check_actor(actor: Any) -> None:

@@ -28,20 +28,12 @@ class ReleasedMemory:
         self._released = 0
 
     @contextmanager
-    def released(self) -> Iterator[None]:
-        """Counts the memory that servers release in the block."""
+    def counting(self) -> Iterator[None]:
+        """Counts the memory that servers release, or take again, in the block."""
         free = self._free()
         self._ranks.barrier()
         yield
-        self._released = self._free() - free
-
-    @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Subtracts the memory that servers take again in the block."""
-        free = self._free()
-        self._ranks.barrier()
-        yield
-        self._released -= free - self._free()
+        self._released += self._free() - free
 
     def check(self, share: float | None) -> None:
         """Refuses to wake servers up that would not find their memory, on all ranks."""

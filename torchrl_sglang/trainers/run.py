@@ -405,7 +405,7 @@ class Run:
         adapts = self.arguments.lora is not None
         memory = "kv_cache" if adapts else ("weights", "kv_cache")
         self._begin_phase("sleep")
-        with self._released.released():
+        with self._released.counting():
             self.ranks.first(lambda: self.engine and self.engine.sleep(memory))
         self.clock.done("sleep")
         self._begin_phase("train")
@@ -419,7 +419,7 @@ class Run:
             raise
         self.clock.done("train")
         self._begin_phase("sleep")
-        with self._released.taken():
+        with self._released.counting():
             self.ranks.first(lambda: self.engine and self.engine.wake_up("weights"))
         self.clock.done("sleep")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -127,16 +129,9 @@ def log_samples(logger: Any, rows: Sequence[Mapping[str, Any]], step: int) -> No
         write(logger, choose_rows(rows), step)
 
 
-def _to_wandb(logger: Any, rows: list[list[Any]], step: int) -> None:
-    import wandb
-
-    logger.log_metrics({TABLE: wandb.Table(columns=list(COLUMNS), data=rows)}, step)
-
-
-def _to_trackio(logger: Any, rows: list[list[Any]], step: int) -> None:
-    import trackio
-
-    logger.log_metrics({TABLE: trackio.Table(columns=list(COLUMNS), data=rows)}, step)
+def _to_table(library: str, logger: Any, rows: list[list[Any]], step: int) -> None:
+    table = import_module(library).Table(columns=list(COLUMNS), data=rows)
+    logger.log_metrics({TABLE: table}, step)
 
 
 def _to_mlflow(logger: Any, rows: list[list[Any]], step: int) -> None:
@@ -159,8 +154,8 @@ def _markdown(value: Any) -> str:
 
 
 _TABLES: Mapping[str, Callable[[Any, list[list[Any]], int], None]] = {
-    "WandbLogger": _to_wandb,
-    "TrackioLogger": _to_trackio,
+    "WandbLogger": partial(_to_table, "wandb"),
+    "TrackioLogger": partial(_to_table, "trackio"),
     "MLFlowLogger": _to_mlflow,
     "TensorboardLogger": _to_tensorboard,
 }

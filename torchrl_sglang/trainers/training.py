@@ -60,6 +60,8 @@ class Training:
         self.method = find_method(arguments.method)
         correction = arguments.correction
         self.correction = None if correction is None else as_config(correction)
+        self.recomputes = self.correction is not None and self.correction.recomputes
+        """Whether the old policy is recomputed, which needs a pass before the loss."""
         self.masking: MaskingStrategy = "sft" if arguments.agent is None else "rlhf"
         self.dtype = check_dtype("dtype", arguments.dtype)
         default = 1e-6 if arguments.lora is None else 1e-5
@@ -91,7 +93,7 @@ class Training:
         arguments = self.arguments
         refused = {
             "packing": arguments.packing != "auto",
-            "correction": self.correction is not None and not self._recomputes,
+            "correction": self.correction is not None and not self.recomputes,
             "kl_to_ref_coeff": bool(arguments.kl_to_ref_coeff),
         }
         for name in (name for name, is_given in refused.items() if is_given):
@@ -173,14 +175,6 @@ class Training:
         # The module is the one that is trained.
         return copy.deepcopy(model).requires_grad_(False)
 
-    @property
-    def _recomputes(self) -> bool:
-        """Whether the old policy is recomputed, which needs a pass before the loss."""
-        correction = self.correction
-        return correction is not None and not (
-            correction.bypass_mode or correction.proximal == "interpolated"
-        )
-
     def _make_loss(self, actor: Any, device: torch.device) -> Any:
         if callable(self.arguments.loss):
             return self.arguments.loss(actor)
@@ -198,7 +192,7 @@ class Training:
             "entropy_bonus": False,
             "masking_strategy": self.masking,
             "kl_to_ref_coeff": self.arguments.kl_to_ref_coeff or None,
-            "correction": None if self._recomputes else self.correction,
+            "correction": None if self.recomputes else self.correction,
             "packing": self.arguments.packing,
             **of_method,
             **(self.arguments.loss or {}),
@@ -206,7 +200,7 @@ class Training:
 
     def _make_correction(self, loss: Any) -> OffPolicyCorrection | None:
         """Returns the correction of a minibatch before the loss, if there is one."""
-        if not self._recomputes:
+        if not self.recomputes:
             return None
         assert self.correction is not None
         by_prompt = loss.aggregation == "prompt_mean"

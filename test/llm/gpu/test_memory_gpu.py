@@ -91,10 +91,10 @@ def test_a_server_is_not_woken_up_without_its_memory(sleeping_engine):
     sender = SGLangWeightSyncScheme(engine).create_sender()
 
     def step(keep: int) -> None:
-        with memory.released():
+        with memory.counting():
             engine.sleep()
         kept.append(torch.empty(keep, dtype=torch.uint8, device="cuda:0"))
-        with memory.taken():
+        with memory.counting():
             engine.wake_up("weights")
         sender.update_weights(model)
 

@@ -27,10 +27,10 @@ class Gpu:
 
 
 def step(gpu, memory, trainer):
-    with memory.released():
+    with memory.counting():
         gpu.used |= {"server weights": 0, "server cache": 0}
     gpu.used["trainer"] = trainer
-    with memory.taken():
+    with memory.counting():
         gpu.used["server weights"] = 6 * GB
 
 
@@ -58,8 +58,6 @@ def test_no_share_that_fits_is_named(share):
 def test_a_trainer_without_a_gpu():
     assert gpu_memory(torch.device("cpu")) is None
     memory = ReleasedMemory(TrainerRanks(), None)
-    with memory.released():
-        pass
-    with memory.taken():
+    with memory.counting():
         pass
     memory.check(0.6)
