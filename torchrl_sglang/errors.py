@@ -35,31 +35,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
-__all__ = [
-    "ChatTemplateError",
-    "CheckpointError",
-    "CollectionError",
-    "CollectionTimeoutError",
-    "ConfigurationError",
-    "GatewayError",
-    "GenerationAbortedError",
-    "NotFiniteError",
-    "RequestRefusedError",
-    "SGLangError",
-    "ServerDiedError",
-    "ServerError",
-    "ServerStartError",
-    "ServerTimeoutError",
-    "ServerUnavailableError",
-    "TaskError",
-    "UnsupportedByServerError",
-    "UserFunctionError",
-    "WeightMismatchError",
-    "WeightSyncError",
-    "WeightSyncStateError",
-    "WeightTransferError",
-]
-
 
 class SGLangError(Exception):
     """Base class of every error of this package."""

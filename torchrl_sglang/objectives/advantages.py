@@ -15,7 +15,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
-from torchrl_sglang.support.checks import check_count, nearest, refuse_unknown
+from torchrl_sglang.support.checks import (
+    check_choice,
+    check_count,
+    refuse_unknown,
+    suggest,
+)
 from torchrl_sglang.support.user_code import refuse_coroutine
 
 REWARD = ("next", "reward")
@@ -148,17 +153,12 @@ class GroupAdvantage:
     ) -> None:
         check_count("group_size", group_size, least=2)
         if not callable(kind) and kind not in ADVANTAGES:
-            guess = nearest(str(kind), ADVANTAGES)
-            hint = "" if guess is None else f" Did you mean {guess!r}?"
             raise ConfigurationError(
                 f"advantage={kind!r} is not one of {', '.join(ADVANTAGES)}, nor a "
-                f"function of returns.{hint}"
+                f"function of returns.{suggest(str(kind), ADVANTAGES)}"
             )
         refuse_coroutine("advantage", kind, "it is called without an event loop")
-        if trajectory_return not in ("sum", "mean"):
-            raise ConfigurationError(
-                f"trajectory_return={trajectory_return!r} must be 'sum' or 'mean'."
-            )
+        check_choice("trajectory_return", trajectory_return, ("sum", "mean"))
         self.group_size = group_size
         self._compute = kind if callable(kind) else ADVANTAGES[kind]
         self._trajectory_return = trajectory_return

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.formulas import Aggregate, Estimator
-from torchrl_sglang.support.checks import check_count, check_flag, nearest
+from torchrl_sglang.support.checks import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_positive,
+    suggest,
+)
 
 REJECTIONS = (
     "token_k1",
@@ -126,16 +131,17 @@ class RolloutCorrectionConfig:
 
     def __post_init__(self) -> None:
         """Checks every value."""
-        _check_choice("rollout_is", self.rollout_is, ("token", "sequence", None))
-        _check_choice("loss_type", self.loss_type, ("ppo_clip", "reinforce"))
-        _check_choice("proximal", self.proximal, ("recomputed", "interpolated"))
-        _check_choice("rejected", self.rejected, ("masked", "zeroed"))
+        if self.rollout_is is not None:
+            check_choice("rollout_is", self.rollout_is, ("token", "sequence"))
+        check_choice("loss_type", self.loss_type, ("ppo_clip", "reinforce"))
+        check_choice("proximal", self.proximal, ("recomputed", "interpolated"))
+        check_choice("rejected", self.rejected, ("masked", "zeroed"))
         check_flag("rollout_is_batch_normalize", self.rollout_is_batch_normalize)
         check_flag("bypass_mode", self.bypass_mode)
         if self.max_staleness is not None:
             check_count("max_staleness", self.max_staleness, least=0)
         if self.veto_threshold is not None:
-            _positive("veto_threshold", self.veto_threshold)
+            check_positive("veto_threshold", self.veto_threshold)
         # These properties parse and check their values.
         _ = self.weight_bounds, self.rejections, self.dppo_bounds
         if self.bypass_mode and self.proximal == "interpolated":
@@ -181,7 +187,9 @@ class RolloutCorrectionConfig:
         if value is None:
             return None
         low, high = value if isinstance(value, tuple) else (value, value)
-        return _positive("dppo_threshold", low), _positive("dppo_threshold", high)
+        return check_positive("dppo_threshold", low), check_positive(
+            "dppo_threshold", high
+        )
 
     @property
     def applies_weights(self) -> bool:
@@ -222,11 +230,8 @@ class RolloutCorrectionConfig:
             ConfigurationError: if there is no such preset, or a value is invalid.
         """
         if name not in PRESETS:
-            guess = nearest(name, PRESETS)
-            hint = f"did you mean {guess!r}?" if guess else f"presets: {list(PRESETS)}."
-            raise ConfigurationError(
-                f"{name!r} is not a preset of a correction; {hint}"
-            )
+            hint = suggest(name, PRESETS) or f" Presets are {', '.join(PRESETS)}."
+            raise ConfigurationError(f"{name!r} is not a preset of a correction.{hint}")
         return cls(**{**PRESETS[name], **changes})
 
 
@@ -267,27 +272,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 def as_config(value: RolloutCorrectionConfig | str) -> RolloutCorrectionConfig:
     """Returns a configuration, or the configuration of a preset."""
-    if isinstance(value, RolloutCorrectionConfig):
-        return value
     if isinstance(value, str):
         return RolloutCorrectionConfig.preset(value)
+    if isinstance(value, RolloutCorrectionConfig):
+        return value
     raise ConfigurationError(
         f"A correction is a RolloutCorrectionConfig or the name of a preset, got "
         f"{value!r}."
     )
-
-
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ConfigurationError(f"{name} must be one of {listed}, got {value!r}.")
-
-
-def _positive(name: str, value: Any) -> float:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ConfigurationError(f"{name} takes positive numbers, got {value!r}.")
-    return float(value)
 
 
 def _numbers(name: str, value: Any) -> tuple[float] | tuple[float, float]:
@@ -302,7 +294,7 @@ def _numbers(name: str, value: Any) -> tuple[float] | tuple[float, float]:
         raise ConfigurationError(
             f"{name} must be a number, or two as in '0.5_2.0', got {value!r}."
         )
-    bounds = [_positive(name, part) for part in parts]
+    bounds = [check_positive(name, part) for part in parts]
     if len(bounds) == 1:
         return (bounds[0],)
     if bounds[0] > bounds[1]:
@@ -319,9 +311,8 @@ def _split(text: str) -> list[str]:
 
 def _rejection(name: str, threshold: Any) -> Rejection:
     if name not in REJECTIONS:
-        guess = nearest(name, REJECTIONS)
-        hint = f"did you mean {guess!r}?" if guess else f"criteria: {REJECTIONS}."
-        raise ConfigurationError(f"rollout_rs has no criterion {name!r}; {hint}")
+        hint = suggest(name, REJECTIONS) or f" Criteria are {', '.join(REJECTIONS)}."
+        raise ConfigurationError(f"rollout_rs has no criterion {name!r}.{hint}")
     bounds = _numbers("rollout_rs_threshold", threshold)
     if name.endswith("k1"):
         return Rejection(

@@ -12,7 +12,7 @@ from torchrl_sglang.objectives.losses import (
     CorrectedGRPOLoss,
     CorrectedGSPOLoss,
 )
-from torchrl_sglang.support.checks import nearest
+from torchrl_sglang.support.checks import suggest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,8 +60,7 @@ def find_method(name: Any) -> Method:
     """Returns a method by name."""
     if isinstance(name, str) and name in METHODS:
         return METHODS[name]
-    method = nearest(str(name), METHODS)
-    hint = "" if method is None else f" Did you mean {method!r}?"
+    hint = suggest(str(name), METHODS)
     raise ConfigurationError(
         f"method={name!r} is not one of {', '.join(METHODS)}.{hint}"
     )

@@ -128,5 +128,5 @@ def test_invalid_arguments_are_refused():
         GroupAdvantage(SIZE, "centred")
     with pytest.raises(ConfigurationError, match="group_size"):
         GroupAdvantage(1)
-    with pytest.raises(ConfigurationError, match="'sum' or 'mean'"):
+    with pytest.raises(ConfigurationError, match="'sum', 'mean'"):
         GroupAdvantage(SIZE, trajectory_return="max")

@@ -78,8 +78,8 @@ def test_thresholds_of_several_criteria():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rollout_is": "tokens"}, "rollout_is must be one of"),
-        ({"rollout_is_threshold": 0}, "positive numbers, got 0"),
+        ({"rollout_is": "tokens"}, "rollout_is='tokens' is not one"),
+        ({"rollout_is_threshold": 0}, "positive, finite number, got 0"),
         ({"rollout_is_threshold": "low_high"}, "'low_high'"),
         ({"rollout_is_threshold": (3.0, 2.0)}, "lower bound first"),
         ({"rollout_is_threshold": True}, "got True"),
@@ -87,14 +87,14 @@ def test_thresholds_of_several_criteria():
         ({"rollout_rs": "token_k1"}, "needs one threshold"),
         ({"rollout_rs_threshold": 2.0}, "no effect"),
         ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2.0}, "seq_max_k"),
-        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "did you mean"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 2.0}, "Did you mean"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1_2"}, "upper bound only"),
         ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "at least 1"),
         (
             {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"},
             "one for each",
         ),
-        ({"loss_type": "pg"}, "'ppo_clip', 'reinforce', got 'pg'"),
+        ({"loss_type": "pg"}, "'pg' is not one of 'ppo_clip', 'reinforce'"),
         ({"proximal": "linear"}, "'interpolated'"),
         ({"proximal": "interpolated", "bypass_mode": True}, "no proximal policy"),
         ({"veto_threshold": -1}, "veto_threshold"),
@@ -109,7 +109,7 @@ def test_invalid_settings_are_refused(arguments, message):
 
 
 def test_a_name_that_is_no_preset():
-    with pytest.raises(ConfigurationError, match="did you mean 'decoupled_token_is'"):
+    with pytest.raises(ConfigurationError, match="Did you mean 'decoupled_token_is'"):
         as_config("decoupled_tokens_is")
     with pytest.raises(ConfigurationError, match="got 3"):
         as_config(3)

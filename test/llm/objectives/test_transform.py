@@ -81,34 +81,6 @@ def test_the_batch_that_goes_in_is_not_changed(layout):
     assert set(result.keys(True)) == set(batch.keys(True))
 
 
-def test_rows_keep_their_lengths():
-    batch = make_batch(make_case(2), "ragged")
-    correct = OffPolicyCorrection("decoupled_token_is", masking_strategy="rlhf")
-    rows = correct(batch).get(("log_probs", "full"), as_list=True)
-    tokens = batch.get(("tokens", "full"), as_list=True)
-    assert [len(row) for row in rows] == [len(row) for row in tokens]
-    assert len({len(row) for row in rows}) > 1
-
-
-def test_layouts_agree():
-    case = make_case(4, unknown=0.2)
-    config = RolloutCorrectionConfig(
-        rollout_is="sequence", rollout_rs="token_k2", rollout_rs_threshold=0.2
-    )
-    correct = OffPolicyCorrection(config, masking_strategy="rlhf")
-    found = [
-        correct(make_batch(case, layout)) for layout in ("ragged", "padded", "nested")
-    ]
-    mask = torch.zeros(len(case.rows), case.width, dtype=torch.bool)
-    for row, source in zip(mask, case.rows, strict=True):
-        row[case.width - len(source.tokens) :] = True
-    for other in found[1:]:
-        assert torch.equal(other["advantage"], found[0]["advantage"])
-        torch.testing.assert_close(
-            full(other)[mask], full(found[0])[mask], equal_nan=True
-        )
-
-
 def test_an_advantage_per_token():
     case = make_case(2)
     batch = make_batch(case, "ragged")
