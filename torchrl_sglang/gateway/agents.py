@@ -35,8 +35,7 @@ async def run_agents(
 ) -> list[list[Session]]:
     """Returns the sessions of each task, without failed agents.
 
-    Raises:
-        GatewayError: if all agents failed; the first failure is its cause.
+    If all agents fail, the first failure is the cause of the error.
     """
     free, prefix = asyncio.Semaphore(max_concurrent), secrets.token_hex(8)
     blocking = BlockingCalls("torchrl_sglang-agents", max_concurrent)
@@ -107,12 +106,7 @@ async def run_agent(
     blocking: BlockingCalls,
     seconds: float,
 ) -> float | None:
-    """Runs an agent in its session and returns its reward.
-
-    Raises:
-        CallTimeoutError: if it exceeds ``seconds``.
-        ConfigurationError: if its result is not a reward.
-    """
+    """Runs an agent in its session and returns its reward."""
     reward = await blocking.call(
         agent, task, base_url=session.base_url, api_key=session.key, seconds=seconds
     )

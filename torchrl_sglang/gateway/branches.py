@@ -74,10 +74,6 @@ class Known:
 def nearest(known: Sequence[Known], given: Sequence[Message]) -> Branch:
     """Returns why a conversation does not continue its most similar turn.
 
-    Args:
-        known: turns, the likeliest first.
-        given: the conversation of a request.
-
     Examples:
         >>> hi = {"role": "user", "content": "Hi"}
         >>> reply = {"role": "assistant", "content": "Hello"}

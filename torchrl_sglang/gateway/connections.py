@@ -83,14 +83,7 @@ STRANGERS = web.AppKey("strangers", Strangers)
 
 
 class BoundedSite(web.BaseSite):
-    """Listens, and limits an application's connections without a key.
-
-    Args:
-        runner: runner of the application.
-        host: address to listen on.
-        port: 0 for a free port.
-        strangers: the application's.
-    """
+    """Listens, and limits an application's connections without a key."""
 
     def __init__(
         self, runner: web.AppRunner, host: str, port: int, strangers: Strangers

@@ -68,11 +68,7 @@ def _ask(function: Callable[[Any], Any], turn: Any) -> bool:
 
 
 def check_discount(given: Any) -> float:
-    """Returns a discount over turns.
-
-    Raises:
-        ConfigurationError: if it is not a number in [0, 1].
-    """
+    """Returns a discount over turns."""
     is_number = isinstance(given, (int, float)) and not isinstance(given, bool)
     if is_number and 0 <= given <= 1:
         return float(given)

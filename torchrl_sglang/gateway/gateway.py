@@ -52,6 +52,7 @@ from torchrl_sglang.support.checks import (
 )
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.passwords import hide_passwords
+from torchrl_sglang.support.texts import half_character
 from torchrl_sglang.support.urls import check_public_url, is_loopback
 from torchrl_sglang.telemetry.prometheus import StatsFamilies, write_text
 from torchrl_sglang.types import LogProbsMode
@@ -228,9 +229,9 @@ class Gateway(Responder):
             engine,
             template=template,
             policy=Policy(
-                engine,
-                tokenizer,
-                template,
+                engine=engine,
+                tokenizer=tokenizer,
+                template=template,
                 tool_call_parser=tool_call_parser,
                 reasoning_parser=reasoning_parser,
                 token_columns=self.token_columns,
@@ -351,7 +352,8 @@ class Gateway(Responder):
             GatewayError: if there are ``max_sessions``, or the file cannot be written.
         """
         name = secrets.token_hex(16) if name is None else name
-        _check_group(group)
+        if group is not None and (not isinstance(group, str) or half_character(group)):
+            raise ConfigurationError(f"group={group!r} must be a text in Unicode.")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigurationError(
                 f"{name!r} is not a name of a session; give up to 128 letters, digits, "
@@ -560,15 +562,3 @@ class Gateway(Responder):
             except ConfigurationError as error:
                 raise GatewayError(str(error), status=501) from error
         return await asyncio.to_thread(write_text, self._families, accept)
-
-
-def _check_group(group: Any) -> None:
-    if group is None:
-        return
-    try:
-        if isinstance(group, str):
-            group.encode()
-            return
-    except UnicodeEncodeError:
-        pass
-    raise ConfigurationError(f"group={group!r} must be a text in Unicode.")

@@ -36,11 +36,7 @@ class TurnCounts:
 
 
 class Keeper:
-    """Adds turns to sessions and removes them, in their store, too.
-
-    Args:
-        lock: held while a session is changed.
-    """
+    """Adds turns to sessions and removes them, in their store, too."""
 
     def __init__(self, lock: threading.Lock) -> None:
         self.store: Store | None = None
@@ -52,14 +48,8 @@ class Keeper:
     ) -> None:
         """Adds turns to their session, after the store.
 
-        Args:
-            session: session of the turns.
-            turns: turns of a request; earlier turns may be in the session already.
-            new: number of turns to count, from the end.
-
-        Raises:
-            GatewayError: if the session was dropped, or the store cannot be written.
-                None of them is kept then.
+        If that fails, none of them is kept. ``new``: how many, from the end, are
+        counted.
         """
         origin = turns[0].prompt.origin
         with self._lock:
@@ -105,31 +95,19 @@ class Keeper:
                 self.store.delete_turns(session, gone)
 
     async def unname(self, session: Session, turn: Turn) -> None:
-        """Removes the name of a turn's answer, also in the store.
-
-        Raises:
-            GatewayError: if the store cannot be written.
-        """
+        """Removes the name of a turn's answer, also in the store."""
         with self._lock:
             session.unname(turn)
         if self.store is not None:
             await self.store.save_turns(session, [turn])
 
     async def written(self) -> None:
-        """Waits until all changes are in the store.
-
-        Raises:
-            GatewayError: if it could not be written.
-        """
+        """Waits until all changes are in the store."""
         if self.store is not None:
             await self.store.written()
 
     async def writable(self) -> None:
-        """Checks that the store can be written.
-
-        Raises:
-            GatewayError: if it cannot be written.
-        """
+        """Checks that the store can be written."""
         if self.store is not None and self.store.has_failed:
             await self.store.written()
 

@@ -75,47 +75,29 @@ class PromptTooLongError(ConfigurationError):
     """Its most tokens."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Policy:
-    """Generates responses to conversations with an engine.
+    """Generates responses to conversations with an engine."""
 
-    Args:
-        engine: the engine.
-        tokenizer: tokenizer of its model.
-        template: chat template of conversations.
-        tool_call_parser: SGLang's name of the format of tool calls.
-        reasoning_parser: SGLang's name of the format of reasoning.
-        token_columns: recorded columns of each token.
-        logprobs_mode: distribution of the recorded log-probs.
-        timeout: timeout of a response, in seconds.
-    """
-
-    def __init__(
-        self,
-        engine: RLSGLangEngine,
-        tokenizer: Any,
-        template: ChatTemplate,
-        *,
-        tool_call_parser: str | None,
-        reasoning_parser: str | None,
-        token_columns: Sequence[TokenColumn],
-        logprobs_mode: LogProbsMode,
-        timeout: float,
-    ) -> None:
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._template = template
-        self.tool_call_parser = tool_call_parser
-        self.reasoning_parser = reasoning_parser
-        self._token_columns = token_columns
-        self._logprobs_mode = logprobs_mode
-        self._timeout = timeout
+    engine: RLSGLangEngine
+    """The engine."""
+    tokenizer: Any
+    """Tokenizer of its model."""
+    template: ChatTemplate
+    """Chat template of conversations."""
+    tool_call_parser: str | None
+    """SGLang's name of the format of tool calls."""
+    reasoning_parser: str | None
+    """SGLang's name of the format of reasoning."""
+    token_columns: Sequence[TokenColumn]
+    """Recorded columns of each token."""
+    logprobs_mode: LogProbsMode
+    """Distribution of the recorded log-probs."""
+    timeout: float
+    """Timeout of a response, in seconds."""
 
     async def check_parsers(self) -> None:
-        """Checks the servers' parsers, if they respond.
-
-        Raises:
-            ConfigurationError: if a parser is missing.
-        """
+        """Checks the servers' parsers, if they respond."""
         name, parser = "tool_call_parser", self.tool_call_parser
         await self._check_parser(_CALLS_PATH, name, parser, CALL_FORMATS, tools=[])
         name, parser = "reasoning_parser", self.reasoning_parser
@@ -129,7 +111,7 @@ class Policy:
         content = {"text": "", name: given, **more}
         for _ in range(ATTEMPTS):
             try:
-                await self._engine.control.parse_response(path, content)
+                await self.engine.control.parse_response(path, content)
             except ServerError as error:
                 if getattr(error, "status", None) in _NOT_NOW:
                     continue
@@ -144,7 +126,7 @@ class Policy:
 
     def check_fits(self, prompt: Prompt) -> None:
         """Raises :class:`ConfigurationError` if there is no room for a response."""
-        longest = self._engine.capabilities.longest_prompt
+        longest = self.engine.capabilities.longest_prompt
         if prompt.num_tokens > longest:
             # Clients search for OpenAI's words, and some for its code in the text.
             raise PromptTooLongError(
@@ -164,18 +146,7 @@ class Policy:
         priority: int | None = None,
         progress: Progress | None = None,
     ) -> list[PolicyReply]:
-        """Returns responses to a conversation, all from the session's server.
-
-        Args:
-            prompt: the conversation.
-            sampling: parameters of the responses.
-            session: name of the session.
-            priority: priority of its requests.
-            progress: receives the stable prefixes of streamed responses.
-
-        Raises:
-            SGLangError: if there is no response.
-        """
+        """Returns responses to a conversation, all from the session's server."""
         request = SampleRequest(
             input_ids=list(prompt.token_ids),
             sampling_params=sampling.params,
@@ -183,8 +154,8 @@ class Policy:
             top_logprobs=sampling.top_logprobs,
             session_id=session,
             priority=priority,
-            token_columns=self._token_columns,
-            logprobs_mode=self._logprobs_mode,
+            token_columns=self.token_columns,
+            logprobs_mode=self.logprobs_mode,
         )
         requests = [
             replace(request, sampling_params=params) for params in _by_sample(sampling)
@@ -203,7 +174,7 @@ class Policy:
             followed = [asyncio.ensure_future(follower.run()) for follower in followers]
         try:
             outcomes = await ask_async(
-                self._engine, requests, tokenizer=self._tokenizer, timeout=self._timeout
+                self.engine, requests, tokenizer=self.tokenizer, timeout=self.timeout
             )
         finally:
             await _end(followed)
@@ -220,9 +191,9 @@ class Policy:
     def _ends(self, sampling: Sampling) -> EndTokens:
         return turn_end_tokens(
             sampling.params,
-            eos_token_ids=self._engine.capabilities.eos_token_ids,
-            tokenizer=self._tokenizer,
-            template=self._template,
+            eos_token_ids=self.engine.capabilities.eos_token_ids,
+            tokenizer=self.tokenizer,
+            template=self.template,
         )
 
     def _follow(
@@ -243,7 +214,7 @@ class Policy:
             )
             return reader, self._ends(sampling).dropped
 
-        template = self._template
+        template = self.template
         return Follower(begin, Detokenizer(template.decode, template.byte_tokens), tell)
 
     async def _separate(self, text: str) -> tuple[str, str]:
@@ -258,7 +229,7 @@ class Policy:
         self, completion: Completion, prompt: Prompt, ends: EndTokens
     ) -> PolicyReply:
         ids = completion.token_ids
-        text = self._template.decode(ids[:-1] if ends.drop_last(ids) else ids)
+        text = self.template.decode(ids[:-1] if ends.drop_last(ids) else ids)
         content = without_stop(text, completion.matched_stop)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if prompt.new_text is None:
@@ -301,7 +272,7 @@ class Policy:
 
     async def _ask(self, path: str, **content: Any) -> dict[str, Any]:
         """Returns the result of a servers' parser; empty if it fails."""
-        parse = self._engine.control.parse_response(path, content)
+        parse = self.engine.control.parse_response(path, content)
         try:
             return await run_async(parse)
         except ServerError as error:

@@ -39,11 +39,8 @@ class Progress:
 class Follower:
     """Reads a response during its generation, as often as there is time.
 
-    Args:
-        begin: returns a draft reader, and the end tokens outside of the text; called
-            when there are tokens.
-        decode: returns the text of growing token lists.
-        tell: called with each draft.
+    ``begin`` is called at the first tokens, and returns the end tokens outside of the
+    text.
     """
 
     def __init__(

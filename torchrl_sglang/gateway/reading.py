@@ -11,6 +11,7 @@ from torchrl_sglang.chat.call_grammars import FREE
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.request import Request
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS, check_grammar
+from torchrl_sglang.support.checks import check_choice
 from torchrl_sglang.support.log import torchrl_logger
 
 ToolChoiceMode: TypeAlias = Literal["grammar", "auto"]
@@ -32,17 +33,7 @@ _NEEDED = frozenset(
 
 
 class RequestReader:
-    """Reads requests of any dialect.
-
-    Args:
-        ignored_params: names of fields without effect.
-        tool_choice: whether choices of tools are enforced.
-        variables: variables of the chat template.
-        forces_grammar: whether all responses already have a grammar.
-
-    Raises:
-        ConfigurationError: if an argument is wrong.
-    """
+    """Reads requests of any dialect."""
 
     def __init__(
         self,
@@ -53,10 +44,7 @@ class RequestReader:
         forces_grammar: bool,
     ) -> None:
         self._ignored = _check_ignored(ignored_params)
-        if tool_choice not in ("grammar", "auto"):
-            raise ConfigurationError(
-                f"tool_choice={tool_choice!r} must be 'grammar' or 'auto'."
-            )
+        check_choice("tool_choice", tool_choice, ("grammar", "auto"))
         self._chooses = tool_choice == "grammar" and not forces_grammar
         self._variables = variables
         self._named: set[str] = set()
@@ -64,11 +52,7 @@ class RequestReader:
     def __call__(
         self, read: Callable[[Any], Request], body: Mapping[str, Any]
     ) -> Request:
-        """Returns the request in a body; fields without effect are logged once.
-
-        Raises:
-            ConfigurationError: for invalid or unsupported fields.
-        """
+        """Returns the request in a body; fields without effect are logged once."""
         dropped = [name for name in body if name in self._ignored]
         request = read({name: body[name] for name in body if name not in dropped})
         _check_work(request.sampling.params)

@@ -14,12 +14,7 @@ KEY_EXPIRED = "key_expired"
 
 
 class SessionRegistry:
-    """Finds sessions.
-
-    Args:
-        lock: held while a session begins or ends.
-        max_dropped: largest number of remembered dropped sessions.
-    """
+    """Finds sessions."""
 
     def __init__(self, lock: threading.Lock, max_dropped: int = 10_000) -> None:
         self._max_dropped = max_dropped
@@ -61,11 +56,7 @@ class SessionRegistry:
         return True
 
     def find(self, *, name: str | None = None, key: str | None = None) -> Session:
-        """Returns the session of this name or key.
-
-        Raises:
-            GatewayError: if there is none, or its key has expired.
-        """
+        """Returns the session of this name or key."""
         with self._lock:
             session = (
                 self._by_name.get(name) if name else self._by_key.get(str(key or ""))

@@ -35,17 +35,7 @@ PROMPT_THREADS = 2
 
 
 class Responder(abc.ABC):
-    """A gateway without its sessions: reads requests, generates and keeps responses.
-
-    Args:
-        engine: generates.
-        template: chat template of the conversations.
-        policy: writes responses with the engine.
-        read: parses the bodies of requests.
-        default_params: sampling parameters of requests without their own.
-        forced_params: sampling parameters of all requests.
-        limits: limits of each session.
-    """
+    """A gateway without its sessions: reads requests, generates and keeps responses."""
 
     api_key: str
     """Key to every session."""

@@ -42,12 +42,7 @@ def attempt_of(headers: Mapping[str, str]) -> Attempt:
 
 
 def digest_of(headers: Mapping[str, str], content: bytes) -> str:
-    """Returns the hash of equal requests.
-
-    Args:
-        headers: headers of the request.
-        content: content of the request, its path included.
-    """
+    """Returns the hash of equal requests."""
     key = headers.get("Idempotency-Key", "").encode(errors="replace")
     return hashlib.sha256(key + b"\0" + content).hexdigest()
 
@@ -168,9 +163,6 @@ class Answers:
 
     After a repetition, the client has not seen the answer, whatever its connection has
     received: only the latest attempt counts.
-
-    Args:
-        kept_seconds: time for which an answer is kept for a repeated request.
     """
 
     def __init__(self, kept_seconds: float = KEPT_SECONDS) -> None:
@@ -195,17 +187,8 @@ class Answers:
 
         Its computation ends when no request waits for it.
 
-        Args:
-            headers: headers of the request.
-            digest: digest of the request, see :func:`digest_of`.
-            compute: computes an answer, and keeps it.
-            keep: keeps a withdrawn answer again.
-            withdraw: withdraws an undelivered answer.
-            recorded: returns earlier answers to equal requests, also from an earlier
-                process.
-            is_continued: returns whether a conversation continues an answer.
-            request_id: id of the request, and of the answer if it is its first request.
-            info: facts about the answer, from its first request.
+        ``keep`` keeps a withdrawn answer again, ``recorded`` returns answers that an
+        earlier process has kept.
         """
         entry, attempt = self._entry(digest, recorded), attempt_of(headers)
         if headers.get("Idempotency-Key"):

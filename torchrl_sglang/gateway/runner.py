@@ -14,13 +14,7 @@ from torchrl_sglang.gateway.connections import STRANGERS, BoundedSite, LoopError
 
 
 class Runner:
-    """Serves an application in a dedicated thread, once.
-
-    Args:
-        make_app: returns the application; called in the event loop.
-        host: address to listen on.
-        port: 0 for a free port.
-    """
+    """Serves an application in a dedicated thread, once."""
 
     def __init__(
         self,

@@ -76,12 +76,6 @@ class Store:
     written first when it recovers, except turns: no client has seen an unwritten turn.
     A turn is stored as its difference to its parent. A file belongs to a single gateway
     at a time.
-
-    Args:
-        path: path of the file; created if missing, readable by its owner only.
-
-    Raises:
-        ConfigurationError: if the file is not a gateway's, or another gateway has it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -157,21 +151,13 @@ class Store:
         return self._error is not None
 
     def check(self) -> None:
-        """Checks that the file can be written.
-
-        Raises:
-            GatewayError: if it cannot be written.
-        """
+        """Checks that the file can be written."""
         if self._error is not None:
             self._writer.submit(self._flush).result()
             self._raise()
 
     async def written(self) -> None:
-        """Waits until all changes are in the file.
-
-        Raises:
-            GatewayError: if it could not be written.
-        """
+        """Waits until all changes are in the file."""
         await asyncio.wrap_future(self._writer.submit(self._flush))
         self._raise()
 
@@ -219,12 +205,7 @@ class Store:
 
         A cancelled call may still write them.
 
-        Args:
-            session: session of the turns.
-            turns: new turns, and changed turns.
-
-        Raises:
-            GatewayError: if it cannot be written; none of them is in it then.
+        If that fails, none of them is in it.
         """
         try:
             write = self._writer.submit(self._write_turns, session, turns)
@@ -290,11 +271,7 @@ class Store:
         self._error = None
 
     def load(self) -> list[Session]:
-        """Returns the sessions of the file, oldest first.
-
-        Raises:
-            ConfigurationError: if the file is damaged.
-        """
+        """Returns the sessions of the file, oldest first."""
         try:
             return self._load()
         except ConfigurationError:
@@ -387,12 +364,7 @@ def _settings(setting: PromptSettings) -> dict[str, Any]:
 
 
 def from_row(row: TurnRow, find: Callable[[int], Turn]) -> Turn:
-    """Returns a turn from its stored form.
-
-    Args:
-        row: a row of :func:`to_row`.
-        find: returns an earlier turn by number.
-    """
+    """Returns a turn from its stored form."""
     number, content, reward, prompt_ids, token_ids, log_probs = row
     record = json.loads(content)
     origin = None if record["parent"] is None else find(record["parent"])

@@ -35,12 +35,7 @@ _LITERALS = {
 
 
 def check_grammar(name: str, text: str) -> None:
-    """Raises :class:`ConfigurationError` if a grammar is too long, or too deep.
-
-    Args:
-        name: of the sampling parameter.
-        text: its value.
-    """
+    """Raises :class:`ConfigurationError` if a grammar is too long, or too deep."""
     if len(text) > MOST_CHARACTERS:
         raise ConfigurationError(
             f"{name} has {len(text)} characters; give up to {MOST_CHARACTERS}."
@@ -94,21 +89,7 @@ def with_choice(
     prompt: str | None,
     has_grammar: bool,
 ) -> dict[str, Any]:
-    """Returns sampling parameters to enforce a choice of tools.
-
-    Args:
-        params: parameters of the request, under SGLang's names.
-        tools: tools of the request.
-        choice: the allowed tools.
-        call_parser: SGLang's name of the format of tool calls.
-        reasoning_parser: the same for reasoning.
-        prompt: the rendered prompt.
-        has_grammar: whether the servers have a grammar backend.
-
-    Raises:
-        ConfigurationError: if the choice cannot be enforced here.
-        UnsupportedByServerError: if the servers have no grammar backend.
-    """
+    """Returns sampling parameters to enforce a choice of tools."""
     schema = params.get("json_schema")
     if not tools or (call_parser is None and not choice.required):
         # No calls are possible.

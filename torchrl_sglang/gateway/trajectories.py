@@ -69,15 +69,6 @@ def find_trajectories(
     """Returns all paths to trained responses without trained continuations.
 
     Each trained token is trained in its first path.
-
-    Args:
-        turns: turns of the session, in the order of their numbers.
-        is_trained: returns whether a turn is trained.
-        session: name of the session.
-        reward: reward of the session as a whole.
-        agent_rewards: rewards of agents, by the ``model`` in their requests.
-        branch_rewards: rewards of branches, by the number of their first turn.
-        discount: discount of a reward, for each turn before it.
     """
     by_number = {turn.number: turn for turn in turns}
     chosen = {number for number, turn in by_number.items() if is_trained(turn)}

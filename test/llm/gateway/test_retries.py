@@ -33,7 +33,6 @@ class Work:
         self.answers = Answers()
         self.begun: list[asyncio.Future[int]] = []
         self.kept: list[int] = []
-        self.continued: set[int] = set()
         self.recorded: list[int] = []
         self.hangs = asyncio.Event()
 
@@ -57,7 +56,6 @@ class Work:
                 Answer.recorded(number, request_id="", info=None)
                 for number in self.recorded
             ],
-            is_continued=self.continued.__contains__,
         ) as answer:
             found = await answer
             if fails:
@@ -100,28 +98,10 @@ async def test_a_retry_joins_what_is_computed(work):
     assert [await first, await again, await other] == [7, 7, 8]
 
 
-@shows
-async def test_a_retry_gets_what_was_not_delivered_and_once(work):
-    await work.lose(7)
-    assert work.kept == []
-    assert await (await work.ask(RETRY)) == 7
-    assert work.kept == [7]
-    await work.ask(RETRY)
-    assert len(work.begun) == 2
-
-
 async def deliver(work, number):
     first = await work.ask()
     work.begun[-1].set_result(number)
     assert await first == number
-
-
-@shows
-async def test_a_repeated_request_gets_what_only_its_connection_has_taken(work):
-    await deliver(work, 7)
-    for count in (1, 2, 3):
-        assert await (await work.ask(retry(count))) == 7
-    assert (len(work.begun), work.kept) == (1, [7])
 
 
 @shows
@@ -136,14 +116,6 @@ async def test_responses_that_the_latest_attempt_missed_are_withdrawn(work):
     with pytest.raises(ConnectionResetError):
         await (await work.ask(retry(3), fails=True))
     assert (len(work.begun), work.kept) == (1, [])
-
-
-@shows
-async def test_a_retry_gets_nothing_that_a_conversation_goes_on_from(work):
-    await deliver(work, 7)
-    work.continued.add(7)
-    await work.ask(RETRY)
-    assert (len(work.begun), work.kept) == (2, [7])
 
 
 @shows
@@ -269,32 +241,11 @@ async def test_the_same_request_is_computed_again(work):
 
 
 @shows
-async def test_two_wait_and_one_hangs_up(work):
-    first, again = await work.ask(), await work.ask(RETRY)
-    first.cancel()
-    await asyncio.wait([first])
-    work.begun[0].set_result(3)
-    assert await again == 3
-    assert len(work.begun) == 1
-
-
-@shows
 async def test_the_last_one_that_waits_ends_the_computation(work):
     for each in [await work.ask(), await work.ask(RETRY)]:
         each.cancel()
         await asyncio.wait([each])
     assert work.begun[0].cancelled()
-
-
-@shows
-async def test_a_retry_after_a_failure_is_computed(work):
-    first = await work.ask()
-    work.begun[0].set_exception(ValueError("no"))
-    with pytest.raises(ValueError, match="no"):
-        await first
-    again = await work.ask(RETRY)
-    work.begun[1].set_result(5)
-    assert await again == 5
 
 
 @shows
@@ -317,15 +268,6 @@ async def test_a_retry_of_one_of_several_does_not_get_the_answer_of_another(work
     work.begun[1].set_result(1)
     work.begun[2].set_result(2)
     assert [await other, await again] == [1, 2]
-
-
-@shows
-async def test_another_request_is_no_repetition(work):
-    first, other = await work.ask(NAMED), await work.ask(NAMED, content=b"x")
-    assert len(work.begun) == 2
-    for each in (first, other):
-        each.cancel()
-    await asyncio.wait([first, other])
 
 
 @shows

@@ -67,22 +67,14 @@ _CHOICE = ("tool_choice",)
 
 
 def read_messages(body: Any) -> Request:
-    """Returns a request to ``/v1/messages``.
-
-    Raises:
-        ConfigurationError: for invalid or unsupported fields.
-    """
+    """Returns a request to ``/v1/messages``."""
     if not isinstance(body, Mapping) or body.get("max_tokens") is None:
         raise ConfigurationError("max_tokens is required.")
     return read_count(body)
 
 
 def read_count(body: Any) -> Request:
-    """Returns a request to ``/v1/messages/count_tokens``.
-
-    Raises:
-        ConfigurationError: for invalid or unsupported fields.
-    """
+    """Returns a request to ``/v1/messages/count_tokens``."""
     fields = dict(body)
     messages = read_system(fields.pop("system", None))
     turns = fields.pop("messages", None)
@@ -233,12 +225,7 @@ def _keeps_all(given: Any) -> bool:
 
 
 class MessageWriter(Writer):
-    """Formats the answers to a request.
-
-    Args:
-        request: request of a client.
-        info: facts about the answer.
-    """
+    """Formats the answers to a request."""
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
         self._head = {

@@ -18,22 +18,14 @@ _WISHES = ("strict", "input_examples")
 
 
 def read_system(given: Any) -> list[Message]:
-    """Returns the system prompt, if any.
-
-    Raises:
-        ConfigurationError: if it is not text.
-    """
+    """Returns the system prompt, if any."""
     text = text_of(given, "system")
     return [{"role": "system", "content": text}] if text else []
 
 
 @read_once
 def read_message(name: str, given: Any) -> list[Message]:
-    """Returns a message; tool results become separate messages.
-
-    Raises:
-        ConfigurationError: if it is not a message, or contains other content than text.
-    """
+    """Returns a message; tool results become separate messages."""
     role = given.get("role") if isinstance(given, Mapping) else None
     if role not in ("user", "assistant", "system"):
         raise ConfigurationError(f"{name} must have the role user or assistant.")
@@ -158,11 +150,7 @@ def _references(blocks: Any) -> Iterator[str]:
 
 
 def read_tools(tools: Any) -> list[Mapping[str, Any]]:
-    """Returns the tools in OpenAI's form.
-
-    Raises:
-        ConfigurationError: if a tool has no name or no schema.
-    """
+    """Returns the tools in OpenAI's form."""
     if not isinstance(tools, Sequence) or isinstance(tools, str):
         raise ConfigurationError(f"tools={tools!r:.200} must be a list.")
     functions: list[Mapping[str, Any]] = []
@@ -186,9 +174,7 @@ def read_tools(tools: Any) -> list[Mapping[str, Any]]:
 def tool_wishes(tools: Sequence[Mapping[str, Any]], *, free: bool) -> list[str]:
     """Returns the fields of tools without effect.
 
-    Args:
-        tools: the client's tools.
-        free: whether calls are generated without a grammar, which would be strict.
+    ``free``: whether calls are generated without a grammar, which would be strict.
     """
     wishes = _WISHES if free else _WISHES[1:]
     return [f"tools.{wish}" for wish in wishes if any(t.get(wish) for t in tools)]

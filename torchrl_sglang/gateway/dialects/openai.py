@@ -88,11 +88,7 @@ _HINTS = {
 
 
 def read_chat(body: Any) -> Request:
-    """Returns a request to ``/v1/chat/completions``.
-
-    Raises:
-        ConfigurationError: for invalid or unsupported fields.
-    """
+    """Returns a request to ``/v1/chat/completions``."""
     fields = _fields(body)
     messages = from_openai(fields.pop("messages", None))
     tools = _tools(fields.pop("tools", None))
@@ -124,11 +120,7 @@ def read_chat(body: Any) -> Request:
 
 
 def read_completion(body: Any) -> Request:
-    """Returns a request to ``/v1/completions``.
-
-    Raises:
-        ConfigurationError: for invalid or unsupported fields.
-    """
+    """Returns a request to ``/v1/completions``."""
     fields = _fields(body)
     prompt = fields.pop("prompt", None)
     if isinstance(prompt, list) and len(prompt) == 1:
@@ -230,16 +222,7 @@ def check_integer(name: str, value: Any, least: int, most: int) -> int:
 def read_choice(
     given: Any, tools: Sequence[Mapping[str, Any]], *, parallel: bool
 ) -> ToolChoice:
-    """Returns the choice among tools of OpenAI's dialects.
-
-    Args:
-        given: ``tool_choice``.
-        tools: tools of the request, in the form of chat completions.
-        parallel: ``parallel_tool_calls``.
-
-    Raises:
-        ConfigurationError: if it is invalid, or names an unknown tool.
-    """
+    """Returns the choice among tools of OpenAI's dialects."""
     choice = _choice(given)
     if choice.required and not tools:
         raise ConfigurationError(f"tool_choice={given!r} needs tools.")
@@ -327,12 +310,7 @@ KIND = "text_completion"
 
 
 class CompletionWriter(Writer):
-    """Formats the answers to a request.
-
-    Args:
-        request: request of a client.
-        info: facts about the answer.
-    """
+    """Formats the answers to a request."""
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
         self._request = request

@@ -94,11 +94,7 @@ class Container:
 
 
 def find_runtime(wanted: str | None) -> str:
-    """Returns the path of Docker or Podman.
-
-    Raises:
-        ConfigurationError: if it is not installed.
-    """
+    """Returns the path of Docker or Podman."""
     if wanted is not None and Path(wanted).name not in RUNTIMES:
         raise ConfigurationError(
             f"runtime={wanted!r} is not one of {', '.join(map(repr, RUNTIMES))}."
@@ -116,14 +112,7 @@ def find_runtime(wanted: str | None) -> str:
 def create_command(
     container: Container, name: str, variables: Path, tree: ProcessTree
 ) -> list[str]:
-    """Returns the command to create a container for a program.
-
-    Args:
-        container: the user's container.
-        name: name of the container.
-        variables: file with its variables.
-        tree: the program, and its working folder on this machine.
-    """
+    """Returns the command to create a container for a program."""
     runtime = str(container.runtime)
     # Files of a container's root belong to root; rootless Podman's root is the user.
     user = [f"--user={os.getuid()}:{os.getgid()}"] if _is_docker(runtime) else []
@@ -152,19 +141,7 @@ def _is_docker(runtime: str) -> bool:
 def run_in_container(
     container: Container, tree: ProcessTree, limits: ProgramLimits, runner: TreeRunner
 ) -> ProgramResult:
-    """Runs a program in a container of its own.
-
-    Args:
-        container: the user's container.
-        tree: the program; its variables are the container's.
-        limits: limits of the program.
-        runner: runs Docker or Podman.
-
-    Raises:
-        ConfigurationError: if a variable has several lines, which files of variables
-            cannot have.
-        GatewayError: if Docker or Podman refuses, with their message.
-    """
+    """Runs a program in a container of its own."""
     runtime, name = str(container.runtime), f"torchrl_sglang-{secrets.token_hex(8)}"
     remove = remove_command(runtime, name)
     interactive = ["--interactive"] * (tree.stdin is not None)

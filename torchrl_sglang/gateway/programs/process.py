@@ -103,12 +103,7 @@ class TreeRunner:
         self.has_begun = False
 
     def run(self, tree: ProcessTree, limits: ProgramLimits) -> ProgramResult:
-        """Runs a command to its end, or to its timeout; none of its processes remain.
-
-        Raises:
-            OSError: if it cannot be started.
-            ProgramEndedError: if :meth:`end` was called.
-        """
+        """Runs a command to its end or timeout; none of its processes remain."""
         begun = time.monotonic()
         with self._lock:
             self._check_wanted()

@@ -31,15 +31,6 @@ def task_values(task: Any) -> Mapping[str, Any]:
 def fill(kind: str, text: str, values: Mapping[str, Any]) -> str:
     """Fills the values into a text.
 
-    Args:
-        kind: kind of the text, for the message.
-        text: text with placeholders.
-        values: name -> value.
-
-    Raises:
-        ConfigurationError: if a value is missing, is not a text or a number, or the
-            text cannot be encoded.
-
     Examples:
         >>> fill("An argument", 'Fix {issue}, {"json": {}}', {"issue": 3})
         'Fix 3, {"json": {}}'

@@ -18,11 +18,7 @@ from torchrl_sglang.support.urls import is_loopback
 
 
 class Access:
-    """Finds a request's session.
-
-    Args:
-        gateway: gateway of the sessions.
-    """
+    """Finds a request's session."""
 
     def __init__(self, gateway: Responder) -> None:
         self._gateway = gateway
@@ -36,11 +32,7 @@ class Access:
         return self.dialect(request).key(request.headers)
 
     def session(self, request: web.Request) -> Session:
-        """Returns the session of a request.
-
-        Raises:
-            GatewayError: if there is none, or its key is wrong.
-        """
+        """Returns the session of a request."""
         session = self._session(request)
         request.app[STRANGERS].know(request)
         return session
@@ -66,11 +58,7 @@ class Access:
         return self._gateway.find(name=name)
 
     def own(self, request: web.Request) -> Session:
-        """Returns a session for its key.
-
-        Raises:
-            GatewayError: if the key is of something else.
-        """
+        """Returns a session for its key."""
         name, key = request.match_info["session"], self.key(request)
         if self._is_owner(key):
             session = self._gateway.find(name=name)
@@ -93,11 +81,7 @@ class Access:
         request.app[STRANGERS].know(request)
 
     def check_may_read(self, request: web.Request) -> None:
-        """Allows reads by the owner, and by local clients if sessions are open.
-
-        Raises:
-            GatewayError: to others.
-        """
+        """Allows reads by the owner, and by local clients if sessions are open."""
         if self._gateway.open and self.key(request) is None:
             _check_local(request)
             request.app[STRANGERS].know(request)

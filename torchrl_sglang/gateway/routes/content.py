@@ -28,11 +28,7 @@ NOT_FOUND, METHOD_NOT_ALLOWED, GONE = 404, 405, 410
 
 
 async def read_body(request: web.Request) -> bytes:
-    """Returns the body of a request.
-
-    Raises:
-        GatewayError: if the client does not send it in time.
-    """
+    """Returns the body of a request."""
     seconds = request.app[STRANGERS].timeouts.body
     try:
         async with asyncio.timeout(seconds):
@@ -45,11 +41,7 @@ async def read_body(request: web.Request) -> bytes:
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:
-    """Returns the object in a request's body.
-
-    Raises:
-        ConfigurationError: if there is none.
-    """
+    """Returns the object in a request's body."""
     body = await read_body(request)
     try:
         content = msgspec.json.decode(body or b"{}")

@@ -32,11 +32,7 @@ async def send_answer(
     write: Writer,
     headers: Mapping[str, str],
 ) -> web.StreamResponse:
-    """Sends an answer, and waits until the connection has taken it.
-
-    Raises:
-        ConnectionResetError: if the client has hung up.
-    """
+    """Sends an answer, and waits until the connection has taken it."""
     turns = await answer
     content = write.answer(turns, usage_of(turns))
     response = json_response(content, headers=headers)
@@ -76,16 +72,7 @@ def _check_open(transport: asyncio.Transport | None, events: int) -> None:
 
 
 class Stream:
-    """Streams an answer: the stable prefix as it grows, and finally the rest.
-
-    Args:
-        request: request of a client.
-        answer: its answer.
-        write: formats the answer.
-        progress: source of the stable prefixes.
-        dialect: formats an error.
-        seconds: longest time without an event.
-    """
+    """Streams an answer: the stable prefix as it grows, and finally the rest."""
 
     def __init__(
         self,
@@ -104,11 +91,7 @@ class Stream:
         self._told: dict[int, Draft] = {}
 
     async def send(self, headers: Mapping[str, str]) -> web.StreamResponse:
-        """Sends the answer, and waits until the connection has taken it.
-
-        Raises:
-            ConnectionResetError: if the client has hung up, or after an error event.
-        """
+        """Sends the answer, and waits until the connection has taken it."""
         request = self._request
         response = web.StreamResponse(headers={**_SSE, **headers})
         try:

@@ -61,11 +61,7 @@ ANSWERED_IDS = ("x-request-id", "request-id")
 
 
 class SessionRoutes:
-    """Handles requests for sessions.
-
-    Args:
-        gateway: serves the sessions.
-    """
+    """Handles requests for sessions."""
 
     def __init__(self, gateway: Responder) -> None:
         self._gateway = gateway

@@ -71,9 +71,6 @@ def _events_of(item: Mapping[str, Any]) -> _TextEvents:
 class EventStream(ItemEvents):
     """Events of a response, in OpenAI's order, with their numbers.
 
-    Args:
-        head: the response without output.
-
     Examples:
         >>> from torchrl_sglang.gateway.dialects.responses.events import EventStream
         >>> item = {"type": "function_call", "id": "fc_1", "arguments": '{"a'}
@@ -111,11 +108,7 @@ class EventStream(ItemEvents):
         yield self._event(f"response.{response['status']}", {"response": response})
 
     def fail(self, error: Mapping[str, Any]) -> Iterator[bytes]:
-        """Yields the last events of a failed response.
-
-        Args:
-            error: object with a ``code``, a ``message`` and further fields.
-        """
+        """Yields the last events of a failed response."""
         yield from self.begin()
         fields = {key: error.get(key) for key in ("code", "message", "param")}
         yield self._event("error", {**fields, "error": error})

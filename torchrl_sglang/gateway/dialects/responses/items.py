@@ -53,11 +53,7 @@ def item_id(prefix: str, name: str, index: int) -> str:
 
 
 def find_response(given: str, recall: Recall) -> Turn:
-    """Returns the turn of the response with an id.
-
-    Raises:
-        GatewayError: if it is unknown.
-    """
+    """Returns the turn of the response with an id."""
     match = _RESPONSE.fullmatch(given)
     turn = recall(match[1]) if match else None
     if turn is None:
@@ -72,11 +68,7 @@ def to_items(
 ) -> list[dict[str, Any]]:
     """Returns the items of an assistant's message.
 
-    Args:
-        message: the assistant's; without content before its content begins.
-        name: name of the answer, the prefix of ids.
-        tools: tools by the model's names.
-        summary: return reasoning as a summary, for clients that show only summaries.
+    Reasoning is a summary for clients that show only summaries.
     """
     items: list[dict[str, Any]] = []
     reasoning, calls = message.get("reasoning_content"), message.get("tool_calls", ())
@@ -123,16 +115,7 @@ def _call_item(
 
 
 def read_items(given: Any, recall: Recall) -> list[Message]:
-    """Returns the messages of a request's input.
-
-    Args:
-        given: a text, or items.
-        recall: finds the turns of referenced answers.
-
-    Raises:
-        ConfigurationError: for an invalid or unsupported item.
-        GatewayError: if a referenced item is unknown.
-    """
+    """Returns the messages of a request's input."""
     if isinstance(given, str) and given:
         return [{"role": "user", "content": given}]
     if not isinstance(given, list):
@@ -146,11 +129,7 @@ def read_items(given: Any, recall: Recall) -> list[Message]:
 
 
 def earlier_messages(given: Any, recall: Recall) -> list[Message]:
-    """Returns the conversation up to an earlier response, without its instructions.
-
-    Raises:
-        GatewayError: if the response is unknown.
-    """
+    """Returns the conversation up to an earlier response, without its instructions."""
     try:
         turn = find_response(str(given), recall)
     except GatewayError as error:
@@ -284,11 +263,7 @@ def _has_text_or_calls(message: Message) -> bool:
 
 
 def input_items(asked: Asked) -> dict[str, Any]:
-    """Returns the conversation of an earlier response, without its instructions.
-
-    Raises:
-        ConfigurationError: for a wrong parameter of the query.
-    """
+    """Returns the conversation of an earlier response, without its instructions."""
     turn, query = asked.turn, asked.query
     limit, order = query.get("limit", "20"), query.get("order", "desc")
     if not (limit.isdecimal() and 1 <= int(limit) <= MOST_ITEMS):

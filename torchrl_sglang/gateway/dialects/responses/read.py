@@ -20,7 +20,7 @@ from torchrl_sglang.gateway.dialects.openai import (
 )
 from torchrl_sglang.gateway.dialects.responses.items import earlier_messages, read_items
 from torchrl_sglang.gateway.dialects.responses.tools import (
-    OfferedTools,
+    declare,
     model_name,
     read_tools,
 )
@@ -100,23 +100,14 @@ ECHOED = (
 
 
 def read_response(body: Any, recall: Recall = lambda name: None) -> Request:
-    """Returns a request to ``/v1/responses``.
-
-    Args:
-        body: body of the request.
-        recall: finds the turns of earlier answers.
-
-    Raises:
-        ConfigurationError: for invalid or unsupported fields.
-        GatewayError: if a referenced response is unknown.
-    """
+    """Returns a request to ``/v1/responses``."""
     if not isinstance(body, Mapping):
         raise ConfigurationError("The request must be a JSON object.")
     fields = {key: value for key, value in body.items() if value is not None}
     about = {key: fields[key] for key in ECHOED if key in fields}
     messages = _messages(fields, recall)
-    tools = read_tools(fields.pop("tools", None))
-    declared, choice = _chosen(fields, tools)
+    offered, ignored = read_tools(fields.pop("tools", None))
+    declared, choice = _chosen(fields, declare(offered))
     strict = strict_fields(declared) if choice.is_free else ()
     fields = _flat(fields)
     hints = [
@@ -136,8 +127,8 @@ def read_response(body: Any, recall: Recall = lambda name: None) -> Request:
         setting=PromptSettings(tools=declared, template_kwargs=kwargs),
         hints=hints,
         choice=choice,
-        about={**about, "tools": list(tools.offered)},
-        ignored=(*tools.ignored, *strict, *wishes),
+        about={**about, "tools": offered},
+        ignored=(*ignored, *strict, *wishes),
     )
 
 
@@ -188,12 +179,12 @@ def _messages(given: dict[str, Any], recall: Recall) -> list[Message]:
 
 
 def _chosen(
-    given: dict[str, Any], tools: OfferedTools
+    given: dict[str, Any], tools: list[Mapping[str, Any]]
 ) -> tuple[list[Mapping[str, Any]], ToolChoice]:
     """Returns the tools in the prompt, and the allowed tools among them."""
     requested = _as_function(given.pop("tool_choice", None))
     parallel = given.pop("parallel_tool_calls", True) is not False
-    declared = [] if requested == "none" else tools.declared
+    declared = [] if requested == "none" else tools
     return declared, read_choice(requested, declared, parallel=parallel)
 
 
@@ -212,11 +203,7 @@ def _as_function(given: Any) -> Any:
 
 
 def _flat(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields with nested fields flattened.
-
-    Raises:
-        ConfigurationError: if a nested field is unknown.
-    """
+    """Returns fields with nested fields flattened."""
     fields = dict(given)
     for name, allowed in _INSIDE.items():
         for key, value in pop_object(fields, name).items():

@@ -36,38 +36,13 @@ class Tool:
     """Function for the model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OfferedTools:
-    """Tools of a request."""
-
-    offered: Sequence[Mapping[str, Any]]
-    """Tools for the model, as the client declares them."""
-    ignored: Sequence[str]
-    """Fields without effect."""
-
-    @property
-    def declared(self) -> list[Mapping[str, Any]]:
-        """Tools in the form of chat completions.
-
-        Raises:
-            ConfigurationError: if two tools have the same name.
-        """
-        by_name = find_tools(self.offered)
-        return [
-            {"type": "function", "function": tool.declared} for tool in by_name.values()
-        ]
-
-
-def read_tools(tools: Any) -> OfferedTools:
-    """Returns the tools of a request.
-
-    Raises:
-        ConfigurationError: for an invalid tool, or a tool of OpenAI's own servers.
-    """
+def read_tools(tools: Any) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Returns the tools of a request, and their fields without effect."""
     tools = tools or []
     if not isinstance(tools, list):
         raise ConfigurationError(f"tools={tools!r:.200} must be a list.")
-    offered, ignored = [], []
+    offered: list[Mapping[str, Any]] = []
+    ignored: list[str] = []
     for index, tool in enumerate(tools):
         kind = tool.get("type") if isinstance(tool, Mapping) else None
         if kind in _LEFT_OUT:
@@ -79,15 +54,17 @@ def read_tools(tools: Any) -> OfferedTools:
         if kind == "custom" and form and form.get("type") == "grammar":
             ignored.append("tools.format")
         offered.append(tool)
-    return OfferedTools(offered=offered, ignored=list(dict.fromkeys(ignored)))
+    return offered, list(dict.fromkeys(ignored))
+
+
+def declare(offered: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns tools in the form of chat completions."""
+    by_name = find_tools(offered)
+    return [{"type": "function", "function": t.declared} for t in by_name.values()]
 
 
 def find_tools(offered: Sequence[Mapping[str, Any]]) -> dict[str, Tool]:
-    """Returns tools by the model's names.
-
-    Raises:
-        ConfigurationError: if two tools have the same name.
-    """
+    """Returns tools by the model's names."""
     by_name: dict[str, Tool] = {}
     for index, declaration in enumerate(offered):
         for tool in _tools(declaration, f"tools[{index}]"):

@@ -49,12 +49,7 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class ResponseWriter(Writer):
-    """Formats the answers to a request.
-
-    Args:
-        request: request of a client.
-        info: facts about the answer.
-    """
+    """Formats the answers to a request."""
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
         self._about = {**request.about, "created_at": info.created}
@@ -98,11 +93,7 @@ class ResponseWriter(Writer):
 
 
 def kept_response(asked: Asked) -> dict[str, Any]:
-    """Returns an earlier response on a client's request.
-
-    Raises:
-        ConfigurationError: if the client requests a stream.
-    """
+    """Returns an earlier response on a client's request."""
     if asked.query.get("stream", "false") == "true":
         raise ConfigurationError(
             "stream=true is for responses that run in the background, which there are "
