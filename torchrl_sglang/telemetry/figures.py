@@ -65,12 +65,12 @@ class StepFigures:
         for name, now in stats.items():
             if now is None:
                 continue
-            at, before = time.monotonic(), self._before.get(name)
-            self._before[name] = at, now
-            if before is None:
+            time_now, reading = time.monotonic(), self._before.get(name)
+            self._before[name] = time_now, now
+            if reading is None:
                 continue
-            seconds = max(at - before[0], 1e-9)
-            compute = partial(_known, name, now, before[1], seconds)
+            seconds = max(time_now - reading[0], 1e-9)
+            compute = partial(_known, name, now, reading[1], seconds)
             figures |= self._readers[name].attempt(compute) or {}
         return figures
 
