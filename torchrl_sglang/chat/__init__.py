@@ -6,11 +6,11 @@ gateways. ``rendered`` locates a response in a rendered conversation, ``call_for
 determines the template's form of tool calls, ``tokens`` encodes and decodes, and
 ``masks`` marks the assistant's tokens.
 
-``messages`` defines the messages of conversations, ``content`` their parts, and
+``messages`` defines the messages of conversations, ``content`` their texts, and
 ``tool_calls`` a model's calls in them. It depends on tokenizers, not on tensors.
 
 Another form of messages is read in ``messages.py::read_messages``, another part, such
-as an image, in ``content.py::parts_of``, another format of tool calls in
+as an image, in ``content.py::text_of``, another format of tool calls in
 ``tool_calls.py::find_calls``; ``call_forms.py::CallForm`` writes calls for templates.
 Forced calls of a family of models are a row of ``call_grammars.py::CALL_FORMATS``, and
 of ``call_grammars.py::REASONING_MARKS`` for its reasoning.

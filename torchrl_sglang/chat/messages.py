@@ -264,34 +264,23 @@ def common(known: Sequence[Message], said: Sequence[Message]) -> int:
     """Returns the number of leading messages with equal keys in two conversations."""
     known_calls: dict[str, str] = {}
     said_calls: dict[str, str] = {}
+    same_ids = True
     for number, (stored, other) in enumerate(zip(known, said, strict=False)):
-        if _compared(stored, known_calls) != _compared(other, said_calls):
+        # Identical messages are not examined further.
+        is_same = stored is other or (stored == other and has_texts_only(stored))
+        if not (is_same and same_ids) and _TO_JSON(
+            _compared(stored, known_calls)
+        ) != _TO_JSON(_compared(other, said_calls)):
             return number
+        same_ids = same_ids and (is_same or "tool_calls" not in stored)
         for calls, message in ((known_calls, stored), (said_calls, other)):
             _note_calls(calls, message, number)
     return min(len(known), len(said))
 
 
 def begins_with(said: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Returns whether a conversation starts with the keys of another.
-
-    Identical messages are not examined further, unlike in :func:`common`.
-    """
-    if len(said) < len(known):
-        return False
-    known_calls: dict[str, str] = {}
-    said_calls: dict[str, str] = {}
-    same_ids = True
-    for number, (stored, other) in enumerate(zip(known, said, strict=False)):
-        is_same = stored is other or (stored == other and has_texts_only(stored))
-        if not (is_same and same_ids) and _TO_JSON(
-            _compared(stored, known_calls)
-        ) != _TO_JSON(_compared(other, said_calls)):
-            return False
-        same_ids = same_ids and (is_same or "tool_calls" not in stored)
-        for calls, message in ((known_calls, stored), (said_calls, other)):
-            _note_calls(calls, message, number)
-    return True
+    """Returns whether a conversation starts with the keys of another."""
+    return len(said) >= len(known) and common(known, said) == len(known)
 
 
 def changes(known: Sequence[Message], said: Sequence[Message]) -> int | None:

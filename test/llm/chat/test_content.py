@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrl_sglang.chat.content import ImagePart, TextPart, parts_of, text_of
+from torchrl_sglang.chat.content import text_of
 from torchrl_sglang.chat.messages import from_openai, read_messages
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.dialects import anthropic
@@ -33,15 +33,9 @@ DOORS = {
 doors = pytest.mark.parametrize("door", DOORS)
 
 
-def test_parts():
-    assert parts_of("", "m") == parts_of(None, "m") == parts_of([], "m") == []
-    assert parts_of("a", "m") == [TextPart(text="a")]
-    for name, image in IMAGES.items():
-        text, found = parts_of([TEXT, image], "m")
-        assert text == TextPart(text="Look: ")
-        assert isinstance(found, ImagePart)
-        assert found.kind == name
-        assert "data:," in str(found.source)
+def test_texts():
+    assert text_of("", "m") == text_of(None, "m") == text_of([], "m") == ""
+    assert text_of("a", "m") == "a"
     assert text_of([TEXT, {"type": "refusal", "refusal": "No."}], "m") == "Look: No."
 
 
