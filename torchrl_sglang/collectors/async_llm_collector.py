@@ -18,7 +18,12 @@ from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.groups.deterministic import check_deterministic
 from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
 from torchrl_sglang.collectors.groups.make import GROUP_ARGUMENTS, choose_groups
-from torchrl_sglang.collectors.options import OnOtherSender, check_arguments
+from torchrl_sglang.collectors.options import (
+    OnOtherSender,
+    RequestOrder,
+    check_arguments,
+    check_request_order,
+)
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
@@ -28,10 +33,6 @@ from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.collectors.scheduling.admission import Limits
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool, OnStale
-from torchrl_sglang.collectors.scheduling.priority import (
-    RequestOrder,
-    choose_priority,
-)
 from torchrl_sglang.collectors.scheduling.prompts import make_prompts
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.collectors.weight_sync import (
@@ -65,7 +66,7 @@ class AsyncLLMCollector(GroupCollector):
     with ``yield_completed_trajectories=True``: a batch is a lazy stack of turns, the
     turns of a conversation and the conversations of a group one after the other.
 
-    ``groups`` says what a conversation is: :class:`.FunctionGroups`, continued and
+    ``groups`` is the kind of conversations: :class:`.FunctionGroups`, continued and
     scored by plain functions, the fastest kind; :class:`.EnvironmentGroups` of an LLM
     environment of TorchRL; or :class:`.AgentGroups` of programs that talk to a gateway.
     Their arguments may be given to the collector itself, as a short form.
@@ -110,8 +111,8 @@ class AsyncLLMCollector(GroupCollector):
             ``"mask"`` (its older tokens are excluded from the loss: their assistant
             mask is False and their log-probs are NaN).
         on_other_sender (str): what happens when a batch has tokens of a weight version
-            that another sender than this collector's has sent, such as that of another
-            trainer on the same servers: ``"warn"`` (default), once, or ``"raise"``,
+            from another sender than this collector's, such as another trainer's
+            on the same servers: ``"warn"`` (default), once, or ``"raise"``,
             which ends the collector.
         keep_group (callable, optional): gets the returns of a complete group's
             conversations, a list of float, and returns whether the group is trained
@@ -150,7 +151,7 @@ class AsyncLLMCollector(GroupCollector):
             each group.
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``, for
             :meth:`update_policy_weights_`.
-        timeouts (CollectorTimeouts, optional): how long to wait for what.
+        timeouts (CollectorTimeouts, optional): in seconds.
         recorder (RunRecorder, optional): records the life of each group, weight
             updates, servers and batches; or another function of an event of
             :mod:`torchrl_sglang.observer`. Defaults to None.
@@ -209,6 +210,7 @@ class AsyncLLMCollector(GroupCollector):
         kind = choose_groups(groups, arguments)
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
+        check_request_order(request_order, policy.model.capabilities)
         self.deterministic = deterministic
         if deterministic:
             check_deterministic(
@@ -241,7 +243,7 @@ class AsyncLLMCollector(GroupCollector):
                 query_key=query_key,
                 timeouts=self.timeouts,
                 seeds=self._seeds if has_seeds else None,
-                priority_of=choose_priority(request_order, policy.model.capabilities),
+                oldest_first=request_order == "oldest",
             )
         )
         self._publish = Publisher(recorder)
@@ -506,7 +508,7 @@ class AsyncLLMCollector(GroupCollector):
             frames, batches = int(state_dict["frames"]), int(state_dict["batches"])
             # States of earlier releases have none.
             seed = state_dict.get("seed", self._seeds.run)
-        # Reads the user's prompts, which raise what they like.
+        # Reads the user's prompts, which raise any error.
         self._prompts.resume(prompts, position, still_open)
         with _state_of_a_collector():
             pool.load_state_dict(state_dict["pool"])

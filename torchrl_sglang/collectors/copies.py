@@ -111,7 +111,7 @@ def next_input(
 ) -> LazyStackedTensorDict:
     """Returns ``step_mdp(output)``, the input of the next step.
 
-    Entries of ``unused`` are left out, except for what the next observation holds.
+    Entries of ``unused`` are left out unless the next observation has them.
     """
     items = [_next_input(step_mdp, element, unused) for element in output.tensordicts]
     return LazyStackedTensorDict(*items, stack_dim=output.stack_dim)

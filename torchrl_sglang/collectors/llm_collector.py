@@ -93,7 +93,7 @@ class SGLangLLMCollector(LLMCollector):
         detach_weight_sync(self)
         super().shutdown(*args, **kwargs)
 
-    # The methods below do what LLMCollector's do, with the copies of copies.py.
+    # The methods below are LLMCollector's, with the copies of copies.py.
 
     def _rollout_all(self) -> TensorDictBase:
         if self.reset_at_each_iter or self._shuttle is None:

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from torchrl_sglang.collectors.scheduling.group_pool import OnStale
-from torchrl_sglang.collectors.scheduling.priority import RequestOrder
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.observer import check_recorder
+from torchrl_sglang.requests.plan import check_priorities
 from torchrl_sglang.support.checks import (
     Init,
     check_choice,
@@ -20,9 +20,13 @@ from torchrl_sglang.support.checks import (
     check_names,
 )
 from torchrl_sglang.support.user_code import refuse_coroutine
+from torchrl_sglang.types import ServerCapabilities
 
 OnOtherSender: TypeAlias = Literal["warn", "raise"]
 """What happens to a batch whose tokens come from weights that another sender sent."""
+
+RequestOrder: TypeAlias = Literal["arrival", "oldest"]
+"""Requests as they come, or those of the groups that started first."""
 
 COUNTS: Mapping[str, int] = {
     "group_size": 1,
@@ -95,3 +99,15 @@ def _check_timeouts(value: Any) -> None:
 def _check_function(name: str, value: Any) -> None:
     if value is not None and not callable(value):
         raise ConfigurationError(f"{name} must be a function, got {value!r}.")
+
+
+def check_request_order(order: RequestOrder, capabilities: ServerCapabilities) -> None:
+    """Refuses servers that ignore priorities, or that interrupt running requests."""
+    if order == "arrival":
+        return
+    check_priorities(capabilities)
+    if not capabilities.args.disable_priority_preemption:
+        raise UnsupportedByServerError(
+            "request_order='oldest' needs servers that let running requests end: start "
+            "them with disable_priority_preemption=True."
+        )

@@ -87,7 +87,7 @@ class RayAsyncLLMCollector(GroupCollector):
         replay_buffer (RayReplayBuffer, optional): to write to, or its ``client()``.
         weight_sync_schemes (dict, optional): ``{"policy": scheme}``, which stays in
             this process.
-        timeouts (CollectorTimeouts, optional): how long to wait for what.
+        timeouts (CollectorTimeouts, optional): in seconds.
         remote_config (dict, optional): of the actor, as for ``ray.remote``. Defaults to
             ``{"num_cpus": 1}``.
         ray_init_config (dict, optional): for ``ray.init``, if Ray is not running.

@@ -42,7 +42,7 @@ class SharedCollector:
             returns what is shared.
         process_group (ProcessGroup, optional): the ranks. Defaults to all.
         timeout (float): how long a rank waits for the others, in seconds, which
-            includes what they do between two calls. Defaults to 7200.
+            includes their work between two calls. Defaults to 7200.
 
     Raises:
         ConfigurationError: if ``torch.distributed`` is not initialised, or an argument
@@ -161,7 +161,7 @@ class SharedCollector:
         """Sends weights to the servers; all ranks call it.
 
         Weights that are spread over the ranks (FSDP2) are gathered bucket by bucket;
-        others are those of the first rank.
+        for others the first rank's are sent.
 
         Args:
             weights: as for :meth:`.SGLangWeightSender.update_weights`. Defaults to the
@@ -313,7 +313,7 @@ class _RankGroup:
         problem = None
         try:
             call()
-        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+        except Exception as error:  # noqa: BLE001 - The other ranks raise it.
             problem = error
         problems: list[Any] = [None] * self.size
         self._guard(
@@ -373,7 +373,7 @@ class _RankGroup:
             return None, None
         try:
             return call(), None
-        except Exception as error:  # noqa: BLE001 - The other ranks are told.
+        except Exception as error:  # noqa: BLE001 - The other ranks raise it.
             return None, error
 
     def _share(self, value: Any) -> Any:

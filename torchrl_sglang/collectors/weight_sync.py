@@ -85,7 +85,7 @@ def attach_weight_sync(collector: C, scheme: SGLangWeightSyncScheme) -> C:
                 f"worker_ids={worker_ids!r} selects collector workers, but the weights "
                 f"go to every SGLang server; leave it out."
             )
-        # The sender only forgets a collector that has ended; its own trainer is told.
+        # The sender only forgets a collector that has ended; here it raises its error.
         check = getattr(find(), "check", None)
         if check is not None:
             check()

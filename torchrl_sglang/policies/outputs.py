@@ -204,14 +204,40 @@ def check_target(
 
 
 def generated(
-    prompts: PromptBatch, completions: Sequence[Completion], *, log_probs: bool
+    prompts: PromptBatch,
+    completions: Sequence[Completion],
+    *,
+    log_probs: bool,
+    layouts: Sequence[TokenLayout],
+    texts: Sequence[tuple[str, str]] | None,
+    ended: Sequence[bool] | None,
+    top_logprobs: int,
 ) -> list[Sample]:
-    """Returns tokens, masks and log-probs of each generated sample."""
+    """Returns all containers of each generated sample.
+
+    ``texts`` are those of :func:`read_texts`, and ``ended`` tells which responses end
+    with a token that ends a turn. Without them there are no texts and conversations, or
+    no :class:`.GenerationInfo`.
+    """
     repeats = len(completions) // len(prompts.token_ids)
-    return [
-        _generated(prompts.token_ids[index // repeats], completion, log_probs)
-        for index, completion in enumerate(completions)
-    ]
+    samples = []
+    for index, completion in enumerate(completions):
+        number = index // repeats
+        prompt = prompts.token_ids[number]
+        sample = _generated(prompt, completion, log_probs)
+        if ended is not None:
+            sample["generation_info"] = _info(completion, ended[index], top_logprobs)
+        for layout in layouts:
+            sample[layout.name] = _column(completion, layout, len(prompt))
+        if texts is not None and prompts.texts is not None:
+            response, message = texts[index]
+            text = prompts.texts[number]
+            fields = {"prompt": text, "response": response, "full": text + response}
+            sample["text"] = {name: non_tensor(text) for name, text in fields.items()}
+            if prompts.histories is not None:
+                sample["history"] = _history_rows(prompts.histories[number], message)
+        samples.append(sample)
+    return samples
 
 
 def _generated(
@@ -247,25 +273,12 @@ def _generated(
     return sample
 
 
-def add_columns(
-    samples: Sequence[Sample],
-    prompts: PromptBatch,
-    completions: Sequence[Completion],
-    layouts: Sequence[TokenLayout],
-) -> None:
-    """Adds a container for each token column of the generated samples."""
-    repeats = len(completions) // len(prompts.token_ids)
-    for index, (sample, completion) in enumerate(
-        zip(samples, completions, strict=True)
-    ):
-        length = len(prompts.token_ids[index // repeats])
-        for layout in layouts:
-            response = values_of(completion, layout)
-            prompt_values = completion.prompt_columns.get(layout.name)
-            if prompt_values is None:
-                prompt_values = unknown_values(layout, length)
-            full = concatenate([prompt_values, response])
-            sample[layout.name] = column_rows(response, full)
+def _column(completion: Completion, layout: TokenLayout, prompt_length: int) -> Rows:
+    response = values_of(completion, layout)
+    prompt_values = completion.prompt_columns.get(layout.name)
+    if prompt_values is None:
+        prompt_values = unknown_values(layout, prompt_length)
+    return column_rows(response, concatenate([prompt_values, response]))
 
 
 def column_rows(response: TokenValues, full: TokenValues) -> Rows:
@@ -320,32 +333,22 @@ def scored(
     return samples
 
 
-def add_info(
-    samples: Sequence[Sample],
-    completions: Sequence[Completion],
-    ended: Sequence[bool],
-    top_logprobs: int,
-) -> None:
-    """Adds the :class:`.GenerationInfo` of each generated sample.
-
-    ``ended`` tells which responses end with a token that ends a turn; at the maximum
-    length the server reports the length as the reason even then.
-    """
-    for sample, completion, end in zip(samples, completions, ended, strict=True):
-        truncated = completion.finish_reason == "length" and not end
-        rows: Rows = {
-            "finish_reason": non_tensor("stop" if end else completion.finish_reason),
-            "truncated": torch.full((), truncated),
-            "cached_tokens": torch.full((), completion.cached_tokens),
-            "weight_version": _tensor(values_of(completion, WEIGHT_VERSION)),
-            "mixed_state": torch.full((), completion.mixed_state),
-            "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
-        }
-        if completion.top_token_ids is not None:
-            for top_layout in (TOP_TOKENS, TOP_LOG_PROBS):
-                layout = replace(top_layout, shape=(top_logprobs,))
-                rows[top_layout.name] = _tensor(values_of(completion, layout))
-        sample["generation_info"] = rows
+def _info(completion: Completion, ended: bool, top_logprobs: int) -> Rows:
+    # At the maximum length the server reports the length even if the turn ended.
+    truncated = completion.finish_reason == "length" and not ended
+    rows: Rows = {
+        "finish_reason": non_tensor("stop" if ended else completion.finish_reason),
+        "truncated": torch.full((), truncated),
+        "cached_tokens": torch.full((), completion.cached_tokens),
+        "weight_version": _tensor(values_of(completion, WEIGHT_VERSION)),
+        "mixed_state": torch.full((), completion.mixed_state),
+        "logprobs_mode": non_tensor(completion.logprobs_mode or ""),
+    }
+    if completion.top_token_ids is not None:
+        for top_layout in (TOP_TOKENS, TOP_LOG_PROBS):
+            layout = replace(top_layout, shape=(top_logprobs,))
+            rows[top_layout.name] = _tensor(values_of(completion, layout))
+    return rows
 
 
 def read_texts(
@@ -374,23 +377,6 @@ def read_texts(
         (response, text.removesuffix(text_of[end]))
         for response, text, end in zip(responses, exact, last_tokens, strict=True)
     ]
-
-
-def add_text(
-    samples: Sequence[Sample], prompts: PromptBatch, texts: Sequence[tuple[str, str]]
-) -> None:
-    """Adds the text of :func:`read_texts`, and the conversation in history mode."""
-    assert prompts.texts is not None
-    repeats = len(samples) // len(prompts.texts)
-    for index, (sample, (response, message)) in enumerate(
-        zip(samples, texts, strict=True)
-    ):
-        prompt = prompts.texts[index // repeats]
-        fields = {"prompt": prompt, "response": response, "full": prompt + response}
-        sample["text"] = {field: non_tensor(text) for field, text in fields.items()}
-        if prompts.histories is not None:
-            history = prompts.histories[index // repeats]
-            sample["history"] = _history_rows(history, message)
 
 
 def to_history(messages: Sequence[TensorDict]) -> History:

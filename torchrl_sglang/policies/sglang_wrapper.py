@@ -107,8 +107,8 @@ class SGLangWrapper(LLMWrapperBase):
         generate_kwargs (dict, optional): sampling parameters, under TorchRL's standard
             names, vLLM's or SGLang's. Types and ranges are checked at once.
             ``max_new_tokens`` defaults to 16, as in vLLM; ``None`` allows what fits
-            into the context, and the first response with less room than it asks for
-            is told of. ``prompt_logprobs=True`` also returns the prompt's log-probs.
+            into the context, with a warning at the first response with less room than
+            it asks for. ``prompt_logprobs=True`` also returns the prompt's log-probs.
             ``logprobs=N`` writes the top ``N`` tokens at each position to
             ``generation_info_key``.
             ``include_stop_str_in_output=False`` removes the stop string from the
@@ -162,7 +162,7 @@ class SGLangWrapper(LLMWrapperBase):
         logprobs_mode (str): which log-probs to write for sampled tokens and top tokens:
             ``"model"`` (default), the model's own; ``"sampling"``, those of the
             sampling distribution before top-k, top-p and min-p; or ``"behaviour"``,
-            those of what the tokens were really drawn from. That one writes the token
+            those of the distribution that drew the tokens. It writes the token
             columns ``"sampling_support"`` and ``"sampling_temperature"``, too; with
             ``top_p`` or ``min_p`` it needs a ``top_k``. See
             :meth:`.AsyncSGLang.generate`.
@@ -611,14 +611,7 @@ class SGLangWrapper(LLMWrapperBase):
     ) -> list[outputs.Sample]:
         if not self.generate:
             return outputs.scored(prompts, completions, self.padding_value or 0)
-        samples = outputs.generated(
-            prompts, completions, log_probs=self.return_log_probs
-        )
-        ends = self.end_tokens(params)
-        ends_turn = [ends.have_ended(done.token_ids) for done in completions]
-        if "generation_info" in self.key_by_container(params):
-            outputs.add_info(samples, completions, ends_turn, params.top_logprobs)
-        outputs.add_columns(samples, prompts, completions, self.token_layouts)
+        ends, texts, ended = self.end_tokens(params), None, None
         if self.return_text:
             texts = outputs.read_texts(
                 completions,
@@ -626,8 +619,17 @@ class SGLangWrapper(LLMWrapperBase):
                 tokenizer=self.tokenizer,
                 skip_special_tokens=params.skip_special_tokens,
             )
-            outputs.add_text(samples, prompts, texts)
-        return samples
+        if "generation_info" in self.key_by_container(params):
+            ended = [ends.have_ended(done.token_ids) for done in completions]
+        return outputs.generated(
+            prompts,
+            completions,
+            log_probs=self.return_log_probs,
+            layouts=self.token_layouts,
+            texts=texts,
+            ended=ended,
+            top_logprobs=params.top_logprobs,
+        )
 
     def _target(
         self,

@@ -2,7 +2,7 @@
 
 An :class:`SGLangWrapper <torchrl_sglang.SGLangWrapper>` reads and writes batches of
 TensorDicts; a collector that runs many conversations side by side handles one turn at a
-time. :class:`TurnCodec` does what the wrapper does, with the wrapper's settings.
+time. :class:`TurnCodec` does the wrapper's work, with the wrapper's settings.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class TurnCodec:
             num_messages=len(messages),
         )
 
-    def tells_of_tools(self) -> bool:
-        """Returns whether the chat template tells the model of its tools."""
+    def renders_tools(self) -> bool:
+        """Returns whether the chat template renders the tools."""
         messages = [{"role": "user", "content": "?"}]
         render = self._policy.template.render
         return render(messages, self._setting) != render(messages)
@@ -220,21 +220,20 @@ class TurnCodec:
         turns: Sequence[tuple[ConversationTurn, Sequence[TensorDict]]],
     ) -> list[dict[NestedKey, Any]]:
         """Returns TorchRL's containers of each turn: prompt, response, messages."""
-        completions = [turn.completion for turn, _ in turns]
         prompts = PromptBatch(
             token_ids=[turn.prompt.token_ids for turn, _ in turns],
             texts=[turn.prompt.text for turn, _ in turns],
         )
-        policy = self._policy
+        ended = [turn.is_complete for turn, _ in turns]
         samples = outputs.generated(
-            prompts, completions, log_probs=policy.return_log_probs
+            prompts,
+            [turn.completion for turn, _ in turns],
+            log_probs=self._policy.return_log_probs,
+            layouts=self._policy.token_layouts,
+            texts=[(turn.text, turn.message) for turn, _ in turns],
+            ended=ended if "generation_info" in self._keys else None,
+            top_logprobs=self._params.top_logprobs,
         )
-        if "generation_info" in self._keys:
-            ends_turn = [turn.is_complete for turn, _ in turns]
-            outputs.add_info(samples, completions, ends_turn, self._params.top_logprobs)
-        outputs.add_columns(samples, prompts, completions, policy.token_layouts)
-        texts = [(turn.text, turn.message) for turn, _ in turns]
-        outputs.add_text(samples, prompts, texts)
         for sample, (_, messages) in zip(samples, turns, strict=True):
             sample["history"] = {
                 "prompt": outputs.to_history(messages[:-1]),

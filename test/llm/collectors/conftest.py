@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,10 +48,11 @@ def make(policy: SGLangWrapper) -> Iterator[Callable[..., AsyncLLMCollector]]:
 
 @pytest.fixture
 def update(fake: FakeServer) -> Callable[[AsyncLLMCollector], None]:
-    """Updates the weights as the sender of a scheme does."""
+    """Updates the weights as the sender of a scheme does, to ever new versions."""
+    versions = itertools.count(1)
 
     def send(collector: AsyncLLMCollector) -> None:
-        fake.weight_version = str(collector.policy_version + 1)
+        fake.weight_version = str(next(versions))
         collector.last_sync_report = SyncReport(
             version=fake.weight_version,
             transport="none",

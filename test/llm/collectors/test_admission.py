@@ -133,7 +133,7 @@ def test_a_trainer_in_step_gets_nothing_stale(seed, max_staleness, batches_per_u
                 # The newest are completed first more often than not.
                 place = max(rng.randrange(len(running)) for _ in range(2))
                 position, oldest = running.pop(place)
-                pool.complete(position, position, oldest=oldest, seconds=0.0)
+                pool.complete(position, position, oldest=oldest)
                 complete.append(position)
             assert all(pool.version - group.oldest <= max_staleness for group in batch)
             taken += [group.position for group in batch]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 from collections import Counter
 from functools import partial
@@ -15,14 +14,13 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_sglang import AsyncSGLang, Gateway, SGLangWrapper
 from torchrl_sglang.collectors.groups.deterministic import check_deterministic
-from torchrl_sglang.collectors.scheduling.admission import Limits, may_take_in_order
+from torchrl_sglang.collectors.scheduling.admission import Limits
 from torchrl_sglang.collectors.scheduling.group_pool import GroupPool
 from torchrl_sglang.errors import (
     CollectionError,
     ConfigurationError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.types import SyncReport
 
 PROMPTS = 5
 """So few that all are visited again and again."""
@@ -63,26 +61,6 @@ def contents(batch):
         )
         for row in batch.reshape(-1).unbind(0)
     ]
-
-
-@pytest.fixture
-def update(fake):
-    """Updates the weights as a sender does; no later run has those of an earlier."""
-    versions = itertools.count(1)
-
-    def send(collector):
-        fake.weight_version = f"weights-{next(versions)}"
-        collector.last_sync_report = SyncReport(
-            version=fake.weight_version,
-            transport="none",
-            num_tensors=0,
-            num_bytes=0,
-            num_buckets=0,
-            seconds=0.0,
-        )
-        collector.increment_version()
-
-    return send
 
 
 @pytest.fixture
@@ -262,19 +240,13 @@ def test_the_pool_takes_the_first_groups_that_are_kept(order):
         elif position % 3 == 0:
             pool.give_up(position, retry=False)
         else:
-            pool.complete(position, None, oldest=pool.version, seconds=0.0)
+            pool.complete(position, None, oldest=pool.version)
         while (groups := pool.take(2)) is not None:
             taken += [group.position for group in groups]
             pool.close(group.position for group in groups)
             if len(taken) % 4 == 0:
                 pool.set_version(pool.version + 1)
     assert taken == [n for n in range(100) if n % 3][: len(taken)]
-
-
-def test_a_batch_waits_for_groups_before_it():
-    assert may_take_in_order([0, 2], [3], 2)
-    assert not may_take_in_order([0, 2], [1], 2)
-    assert not may_take_in_order([0], [], 2)
 
 
 def test_servers_with_a_prefix_cache_are_warned_of(tiny_model_path):

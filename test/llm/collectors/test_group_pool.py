@@ -32,7 +32,7 @@ def test_every_prompt_is_done_once(on_stale, seed):
             running += [(pool.start(), pool.version) for _ in range(pool.free())]
         elif action == "complete" and running:
             position, oldest = running.pop(rng.randrange(len(running)))
-            pool.complete(position, None, oldest=oldest, seconds=0.0)
+            pool.complete(position, None, oldest=oldest)
         elif action == "fail" and running:
             position, _ = running.pop(rng.randrange(len(running)))
             retry = rng.random() < 0.5
@@ -88,7 +88,7 @@ class Sequence:
             position = self.rng.choice(list(self.running))
             # Its tokens may all be newer than its start.
             oldest = self.rng.randint(self.running.pop(position), self.pool.version)
-            self.pool.complete(position, None, oldest=oldest, seconds=0.0)
+            self.pool.complete(position, None, oldest=oldest)
 
     def fail(self) -> None:
         if self.running:
@@ -144,7 +144,7 @@ def test_a_total_and_a_smaller_last_batch():
     positions = [pool.start() for _ in range(pool.free())]
     assert positions == [0, 1, 2, 3]
     for position in positions:
-        pool.complete(position, None, oldest=0, seconds=0.0)
+        pool.complete(position, None, oldest=0)
     assert [group.position for group in pool.take(3)] == [0, 1, 2]
     assert not pool.ended
     assert [group.position for group in pool.take(3)] == [3]
@@ -159,11 +159,11 @@ def test_the_end_of_prompts():
         pool.end_of_prompts(position)
     assert pool.state_dict()["prompts"] == {"next": 2, "open": [0, 1]}
     pool.give_up(0, retry=True)
-    pool.complete(1, None, oldest=0, seconds=0.0)
+    pool.complete(1, None, oldest=0)
     assert pool.take(3) is None
     # What failed starts again, and nothing else.
     assert pool.free() == 1
-    pool.complete(pool.start(), None, oldest=0, seconds=0.0)
+    pool.complete(pool.start(), None, oldest=0)
     assert [group.position for group in pool.take(3)] == [0, 1]
     assert pool.ended
 
@@ -196,7 +196,7 @@ def test_no_group_is_overtaken_for_ever(on_stale, seed):
             if rng.random() < 0.1:
                 pool.give_up(position, retry=True)
             else:
-                pool.complete(position, None, oldest=oldest[position], seconds=0.0)
+                pool.complete(position, None, oldest=oldest[position])
         batch = pool.take(3)
         if batch is None:
             waited += 1
@@ -226,7 +226,7 @@ def test_a_trainer_that_does_not_update_waits_for_a_slow_group(on_stale, stale):
     overtook = 0
     for _ in range(4):
         for _ in range(3):
-            pool.complete(pool.start(), None, oldest=pool.version, seconds=0.0)
+            pool.complete(pool.start(), None, oldest=pool.version)
         overtook += len(pool.take(3) or ())
     waits = not stale or on_stale == "mask"
     assert overtook == (pool.limits.capacity if waits else 12)
@@ -236,7 +236,7 @@ def test_a_state_goes_on_within_its_version():
     pool = make_pool()
     pool.buffered = True
     for position in [pool.start() for _ in range(pool.free())]:
-        pool.complete(position, None, oldest=0, seconds=0.0)
+        pool.complete(position, None, oldest=0)
         assert pool.take(1) is not None
     assert pool.free() == 0
     again = make_pool()
@@ -255,7 +255,7 @@ def test_groups_in_a_buffer_count_until_they_are_trained_on():
         # Two updates' worth ahead at first, and one for each update.
         assert len(started) == (6 if version == 0 else 3)
         for position in started:
-            pool.complete(position, None, oldest=version, seconds=0.0)
+            pool.complete(position, None, oldest=version)
             assert pool.take(1) is not None
         assert pool.free() == 0
         pool.set_version(version + 1)

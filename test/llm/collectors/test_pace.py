@@ -68,7 +68,7 @@ class Run:
             if self.left[position] <= 1e-9:
                 del self.left[position]
                 oldest = self.oldest[position]
-                pool.complete(position, None, oldest=oldest, seconds=self.now)
+                pool.complete(position, None, oldest=oldest)
 
     def take(self, size: int, *, demand: bool) -> None:
         pool = self.pool

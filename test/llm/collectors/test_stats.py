@@ -10,7 +10,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import CollectorTimeouts
-from torchrl_sglang.collectors.runtime.stats import Shares, find_bottleneck
+from torchrl_sglang.collectors.runtime.stats import find_bottleneck
 from torchrl_sglang.errors import CollectionTimeoutError, ConfigurationError
 
 
@@ -31,10 +31,9 @@ from torchrl_sglang.errors import CollectionTimeoutError, ConfigurationError
     ],
 )
 def test_the_bottleneck(waits, idle, generating, bound):
-    shares = Shares(
-        trainer_waits=waits, idle=idle, generating=generating, engine_idle=idle
-    )
-    assert find_bottleneck(shares, 1).startswith(f"{bound} bounds the run")
+    lately = {"trainer_waits": waits, "idle": idle, "conversations": 10.0}
+    lately["conversations_in_flight"] = 10.0 * generating
+    assert find_bottleneck(lately, 1).startswith(f"{bound} bounds the run")
 
 
 def test_requests_beyond_cuda_graphs(make, fake):

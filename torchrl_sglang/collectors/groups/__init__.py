@@ -3,9 +3,9 @@
 Each kind of conversation has a class: ``functions.py`` runs the ``conversations.py``
 of plain functions, with ``tools.py`` and ``rewards.py``, and ``rows.py`` writes them;
 ``environments.py`` steps environments of TorchRL; ``gateway/agent_groups.py`` runs
-agents. ``make.py`` takes a kind's arguments from those of a collector.
+agents. ``make.py`` takes a kind's arguments from a collector's.
 ``user_functions.py`` names a function of the user in errors, and ``endings.py`` calls
-what a conversation left.
+the clean-up of conversations.
 
 Another kind of groups is a ``collectors/runtime/contract.py::GroupKind``, which makes a
 ``collectors/runtime/contract.py::GroupMaker``; users pass it as ``groups=``. Reward

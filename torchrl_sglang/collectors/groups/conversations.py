@@ -1,8 +1,7 @@
 """Conversations of plain functions: no TensorDict until their group is complete.
 
-A conversation begins with the messages of a task. The policy responds; tools that it
-called and the function ``step`` say what is said to it next, until there is nothing
-more to say.
+A conversation begins with the messages of a task. The policy responds; the results of
+its tool calls and the function ``step`` are the next messages, until there are none.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 
 from torchrl_sglang.chat.messages import Message, from_row, read_messages
 from torchrl_sglang.collectors.groups.endings import Endings, warn
-from torchrl_sglang.collectors.groups.tools import Tools, probe_template
+from torchrl_sglang.collectors.groups.tools import Tools, wants_calls_in_message
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
@@ -117,12 +116,8 @@ class Conversations:
         self._max_turns = max_turns
         self._timeouts = timeouts
         self._blocking = blocking
-        self._calls = (
-            None
-            if tools is None
-            else probe_template(
-                codec.encode, system=system_prompt, any_id=codec.takes_any_id
-            )
+        self._writes_calls = tools is not None and wants_calls_in_message(
+            codec.encode, system_prompt
         )
 
     def begin(self, task: Task, size: int) -> list[Conversation]:
@@ -242,14 +237,14 @@ class Conversations:
 
     async def _reply(self, conversation: Conversation) -> list[Message] | None:
         """Returns the next message, or ``None`` at the end."""
-        if self._tools is not None and self._calls is not None:
+        if self._tools is not None:
             answers = await self._tools.answer(
                 conversation,
                 self._blocking,
                 self._timeouts.step,
-                any_id=self._calls.any_id,
+                any_id=self._codec.takes_any_id,
             )
-            if answers and self._calls.in_message:
+            if answers and self._writes_calls:
                 calls = [answer.call_message for answer in answers]
                 message = conversation.messages[-1]
                 conversation.messages[-1] = {**message, "tool_calls": calls}

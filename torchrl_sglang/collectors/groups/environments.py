@@ -223,7 +223,7 @@ class EnvironmentGroupMaker(GroupMaker):
 
     def _make(self) -> EnvBase:
         env = _check(self._make_env())
-        # RetrieveKL takes the policy of what it finds there.
+        # RetrieveKL takes the policy of this object.
         env.register_collector(self)
         return env
 
@@ -303,7 +303,7 @@ class EnvironmentGroupMaker(GroupMaker):
     async def _use(
         self,
         environment: _Environment,
-        what: str,
+        verb: str,
         function: Callable[..., Any],
         *given: Any,
     ) -> Any:
@@ -313,10 +313,10 @@ class EnvironmentGroupMaker(GroupMaker):
             with environment.lock:
                 return function(environment.env, *given)
 
-        return await self._call(locked, what)
+        return await self._call(locked, verb)
 
-    async def _call(self, function: Callable[[], Any], what: str) -> Any:
-        with naming(f"The environment, when it was {what},"), span("environment"):
+    async def _call(self, function: Callable[[], Any], verb: str) -> Any:
+        with naming(f"The environment, when it was {verb},"), span("environment"):
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
     async def _respond(

@@ -157,7 +157,7 @@ class FunctionGroupMaker(GroupMaker):
         )
         check_names(self._rewards.names, self._columns, "a reward")
         self._columns |= frozenset(self._rewards.names)
-        if tools is not None and not codec.tells_of_tools():
+        if tools is not None and not codec.renders_tools():
             torchrl_logger.warning(
                 "The chat template says nothing of tools, so that the policy does not "
                 "know that it can call some. Tell it in system_prompt or in the "

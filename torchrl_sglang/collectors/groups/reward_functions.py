@@ -52,7 +52,7 @@ class RewardFunction:
     role: str
     """Name of the function in messages."""
     call: Callable[..., Any]
-    """The user's function, or what calls it with the arguments that it expects."""
+    """The user's function, or a wrapper that passes the arguments that it expects."""
     of_group: bool
     """Whether the function is called with all conversations of a group."""
     weight: float = 1.0

@@ -123,30 +123,22 @@ def _ids(calls: Sequence[Any], text: str, turn: int, *, any_id: bool) -> list[st
     return names or [f"t{turn % 1000:03}c{i:04}" for i in range(len(calls))]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallsOfTemplate:
-    """The calls and results that a chat template accepts."""
+def wants_calls_in_message(
+    encode: Callable[[list[Message]], Any], system: str | None
+) -> bool:
+    """Returns whether a chat template takes results only of calls in a message.
 
-    in_message: bool
-    """Whether the policy's message must hold its calls, as Mistral's templates want."""
-    any_id: bool
-    """Whether ids may be other texts than nine letters and digits."""
-
-
-def probe_template(
-    encode: Callable[[list[Message]], Any], *, system: str | None, any_id: bool
-) -> CallsOfTemplate:
-    """Renders calls, and returns the form that a chat template accepts."""
+    Mistral's do. ``system`` is the message at the beginning of conversations. Raises a
+    ConfigurationError if the template refuses messages of tools anyway.
+    """
     refused: ConfigurationError | None = None
     for in_message in (False, True):
-        for tag in ("call-{}{}", ""):
-            try:
-                encode(_probe(system, tag, in_message=in_message))
-            except ConfigurationError as error:
-                refused = refused or error
-            else:
-                takes_any = any_id and bool(tag)
-                return CallsOfTemplate(in_message=in_message, any_id=takes_any)
+        try:
+            encode(_probe(system, in_message=in_message))
+        except ConfigurationError as error:
+            refused = refused or error
+        else:
+            return in_message
     raise ConfigurationError(
         f"tools cannot be used with this chat template, which refuses messages of the "
         f"role 'tool': {refused} Give the policy another chat_template, or leave tools "
@@ -154,17 +146,13 @@ def probe_template(
     ) from refused
 
 
-def _probe(system: str | None, tag: str, *, in_message: bool) -> list[Message]:
-    """Returns a conversation with two turns that call tools, and one that does not.
-
-    ``tag``: form of the ids; empty for those of this module.
-    """
+def _probe(system: str | None, *, in_message: bool) -> list[Message]:
+    """Returns a conversation with two turns that call tools, and one that does not."""
     messages: list[Message] = [{"role": "user", "content": "?"}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     for turn, count in enumerate((2, 1), start=1):
-        tags = [tag.format(turn, place) or None for place in range(count)]
-        calls = [ToolCall(tool="probe", args={}, tag=name) for name in tags]
+        calls = [ToolCall(tool="probe", args={})] * count
         ids = _ids(calls, "", turn, any_id=True)
         answers = [
             AnsweredCall(call, "?", id_) for call, id_ in zip(calls, ids, strict=True)
@@ -180,7 +168,7 @@ class Tools:
     """Functions that the policy can call by name.
 
     Attributes:
-        schemas (list of dict): what a chat template tells the policy of them.
+        schemas (list of dict): JSON schemas, for a chat template.
     """
 
     def __init__(
@@ -226,8 +214,8 @@ class Tools:
 
         Those in its reasoning are none. The result is a text that begins with
         ``Error:`` for a call that cannot be read, of a tool that does not exist or
-        fails, and for one that takes too long. ``any_id``: as
-        :class:`CallsOfTemplate` has it.
+        fails, and for one that takes too long. ``any_id``: the chat template takes ids
+        other than nine letters and digits.
         """
         turn = conversation.turns[-1]
         text = behind_reasoning(conversation.response, turn.prompt.text)
@@ -346,7 +334,7 @@ def _schema(
         made: dict[str, Any] = get_json_schema(_policys_part(function))
     except Exception as error:
         raise ConfigurationError(
-            f"The policy cannot be told of tools[{name!r}]: {describe(error)}. "
+            f"tools[{name!r}] has no JSON schema: {describe(error)}. "
             f"Give the function type hints and a docstring with a summary and a "
             f"section 'Args:', or its schema: tools={{{name!r}: (function, "
             f"{{'description': ..., 'parameters': {{...}}}})}}."

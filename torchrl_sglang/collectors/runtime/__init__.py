@@ -6,7 +6,7 @@ their tokens. ``collection.py`` starts groups that the pool of ``scheduling/`` a
 ``batches.py`` takes complete groups as batches or writes them to a replay buffer, whose
 sampler reads ``consumer_version.py``; ``stale_mask.py`` excludes tokens that are too
 old. ``group_events.py`` publishes the life of each group to subscribers, and
-``stats.py`` says what bounds the run.
+``stats.py`` finds the bottleneck of the run.
 
 A figure of the statistics is in ``stats.py``; ``versions.py::PolicyVersions`` detects
 the weights of another sender.

@@ -1,7 +1,7 @@
 """Runs groups on an event loop in a thread of its own, and hands them to a consumer.
 
-What may run, and what makes up a batch, is decided by :class:`.GroupPool`, and what
-becomes of groups that failed by :class:`.GroupFailures`; this module applies it.
+This module applies the decisions of :class:`.GroupPool` on groups and batches, and of
+:class:`.GroupFailures` on groups that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torchrl_sglang.collectors.runtime.stats import (
     Ages,
     Mark,
     Meter,
-    Shares,
     beyond_graphs,
     compare,
     find_bottleneck,
@@ -57,7 +56,7 @@ MOST_FILTERED = 10
 """Groups of so many updates in a row that ``keep_group`` rejects end a collection."""
 
 ON_WAIT_SECONDS = 1.0
-"""Interval at which a consumer that waits looks for what only it can do."""
+"""Interval between two calls of ``on_wait`` by a consumer that waits."""
 
 KEPT_ERRORS = 16
 """Number of recent errors that statistics report."""
@@ -314,14 +313,7 @@ class Collection:
         trainer_waits, _ = self.trainer_waits.mean_and_idle()
         with self.changed:
             lately = self._lately()
-        running = lately["conversations"]
-        shares = Shares(
-            trainer_waits=lately["trainer_waits"],
-            idle=lately["idle"],
-            generating=lately["conversations_in_flight"] / running if running else 1.0,
-            engine_idle=lately["engine_idle"],
-        )
-        bottleneck = find_bottleneck(shares, self.pool.limits.max_staleness, down)
+        bottleneck = find_bottleneck(lately, self.pool.limits.max_staleness, down)
         requests = lately["conversations_in_flight"]
         in_flight = self.groups.generating.value
         seconds = self.running.seconds
@@ -417,7 +409,7 @@ class Collection:
                 executor = DaemonExecutor("torchrl_sglang-to-thread", MOST_THREADS)
                 runner.get_loop().set_default_executor(executor)
                 runner.run(self._main())
-        except BaseException as error:  # noqa: BLE001 - Consumers are told.
+        except BaseException as error:  # noqa: BLE001 - Consumers raise it.
             self.end(error)
         finally:
             self._close()
@@ -580,12 +572,7 @@ class Collection:
                 self._filter_out(position)
                 return
             self._filtered_in_a_row = 0
-            self.pool.complete(
-                position,
-                complete,
-                oldest=self.groups.oldest(group),
-                seconds=time.monotonic(),
-            )
+            self.pool.complete(position, complete, oldest=self.groups.oldest(group))
 
     def _filter_out(self, position: int) -> None:
         """Drops a complete group; another prompt takes its place."""

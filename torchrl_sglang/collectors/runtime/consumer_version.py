@@ -18,7 +18,7 @@ class ConsumerVersion:
 
     def __init__(self, buffer: Any) -> None:
         self._sampler = getattr(buffer, "_sampler", None)
-        # A RayReplayBuffer's actor, and that of its client.
+        # The actor of a RayReplayBuffer, or of its client.
         self._actor: Any = getattr(buffer, "_rb", getattr(buffer, "_actor", None))
 
     def set(self, version: int) -> None:

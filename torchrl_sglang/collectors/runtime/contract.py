@@ -12,7 +12,6 @@ from tensordict import TensorDictBase
 from torchrl_sglang.collectors.runtime.columns import check_names
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
-from torchrl_sglang.collectors.scheduling.priority import PriorityOf
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.requests.seeds import SampleSeeds
@@ -38,8 +37,12 @@ class GroupSetting:
     timeouts: CollectorTimeouts
     seeds: SampleSeeds | None
     """Seeds of responses; ``None`` for the policy's."""
-    priority_of: PriorityOf
-    """Returns the priority of a group's requests."""
+    oldest_first: bool
+    """Whether servers begin requests of groups that started earlier first."""
+
+    def priority_of(self, position: int) -> int | None:
+        """Returns the priority of a group's requests, by the position of its prompt."""
+        return -position if self.oldest_first else None
 
 
 class GroupKind(abc.ABC):
@@ -106,7 +109,7 @@ class GroupMaker(abc.ABC):
     def turns(self, group: Any) -> Iterable[tuple[Completion, int]]:
         """Returns the trained responses of a group, and the policy version of each.
 
-        The version is that of the time at which its prompt was sent.
+        The version is the policy's when the prompt was sent.
         """
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ class StaleMask:
     """Excludes tokens of a response from the loss.
 
     Their assistant mask is False, and their log-probs are NaN: TorchRL's losses skip
-    what has no log-prob, whatever their masking strategy is.
+    such tokens, with any masking strategy.
     """
 
     masks_key: NestedKey = "masks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 SMALL = 0.05
@@ -94,20 +94,6 @@ class Mark:
     """Totals of the conversations that wait for the engine."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shares:
-    """Shares of a collection's time."""
-
-    trainer_waits: float
-    """A consumer waits for a batch."""
-    idle: float
-    """No conversation runs."""
-    generating: float
-    """Mean number of conversations that wait for the engine, of all that run."""
-    engine_idle: float
-    """No request is in flight."""
-
-
 def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]:
     """Returns the rates between two marks, for a logger.
 
@@ -142,14 +128,16 @@ def compare(before: Mark, after: Mark, trainer_waits: float) -> dict[str, float]
     }
 
 
-def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
+def find_bottleneck(
+    lately: Mapping[str, float], max_staleness: int, down: str = ""
+) -> str:
     """Returns a sentence on the bottleneck of the run.
 
     A trainer that waits loses time that a faster engine would save, and an engine that
     idles loses what a faster trainer would. Where both lose much, neither would help,
     but to overlap them more.
     """
-    waits, idle = shares.trainer_waits, shares.idle
+    waits, idle = lately["trainer_waits"], lately["idle"]
     if down and waits > SMALL:
         return f"Servers that do not serve bound the run: {down}"
     both = min(waits, idle)
@@ -161,7 +149,7 @@ def find_bottleneck(shares: Shares, max_staleness: int, down: str = "") -> str:
         )
     if waits <= max(SMALL, idle):
         return "Training bounds the run: batches are complete before it asks for them."
-    if shares.generating < 1 / 2:
+    if lately["conversations_in_flight"] < lately["conversations"] / 2:
         return (
             "The environment bounds the run: most conversations wait for steps, tools "
             "or rewards."

@@ -5,6 +5,5 @@
 which prompt starts next and which are done, and ``prompts.py`` reads them.
 ``failures.py`` says which groups that failed start again, and when the collection ends.
 
-``loader_batches.py::split_batch`` makes tasks of the batches of a ``DataLoader``, and
-``priority.py`` orders requests.
+``loader_batches.py::split_batch`` makes tasks of the batches of a ``DataLoader``.
 """

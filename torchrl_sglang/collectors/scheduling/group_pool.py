@@ -36,8 +36,6 @@ class ReadyGroup(Generic[T]):
     """Conversations of the group."""
     oldest: int
     """Policy version of its oldest token."""
-    seconds: float
-    """Monotonic time at which the group was completed."""
     version: int
     """Policy version at that time."""
 
@@ -151,9 +149,7 @@ class GroupPool(Generic[T]):
         self._first_started.setdefault(position, self.consumed)
         return position
 
-    def complete(
-        self, position: int, content: T, *, oldest: int, seconds: float
-    ) -> None:
+    def complete(self, position: int, content: T, *, oldest: int) -> None:
         """Takes a complete group; it may be too old already."""
         del self._running[position]
         self.pace.end(position, complete=True)
@@ -161,7 +157,6 @@ class GroupPool(Generic[T]):
             position=position,
             content=content,
             oldest=oldest,
-            seconds=seconds,
             version=self.version,
         )
         insort(self._ready, group, key=lambda each: each.position)

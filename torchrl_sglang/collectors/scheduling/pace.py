@@ -97,7 +97,7 @@ class Pace:
         self._began[position] = self._clock()
 
     def end(self, position: int, *, complete: bool) -> None:
-        """A group ends; only one that is complete tells how long groups take."""
+        """Ends a group; the durations of complete groups are kept."""
         seconds = self._clock() - self._began.pop(position)
         if complete:
             self._durations.append(seconds)

@@ -75,7 +75,7 @@ class Passes:
 
 
 def count_tasks(given: Any) -> int | None:
-    """Returns the number of tasks of a pass; ``None`` if only reading tells."""
+    """Returns the number of tasks of a pass; ``None`` if it is unknown."""
     try:
         if not isinstance(given, DataLoader) or given.batch_sampler is None:
             return len(given)
@@ -345,6 +345,4 @@ def _raise(error: Exception) -> NoReturn:
 
 def _leaf(td: TensorDictBase, name: str) -> Any:
     value = td.get(name)
-    return (
-        getattr(value, "data", value) if not isinstance(value, torch.Tensor) else value
-    )
+    return value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
