@@ -1,9 +1,17 @@
-"""Tasks, rewards and waits for tests of collectors."""
+"""Tasks, rewards, agents and environments for tests of collectors."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import aiohttp
+import torch
+from tensordict import lazy_stack
+from torchrl.data.llm import History
+from torchrl.envs import StepCounter, Transform
+from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import AsyncLLMCollector
 
@@ -31,3 +39,45 @@ def own_threads() -> list[str]:
 def begin(collector: AsyncLLMCollector) -> None:
     """Begins to collect, as the first batch does that is asked for."""
     collector._collection.start()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def ask_gateway(
+    base_url: str, api_key: str, messages: Sequence[Mapping[str, Any]], **body: Any
+) -> dict[str, Any]:
+    """Sends a chat request as an agent does, and returns the reply's message."""
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        url, body = f"{base_url}/chat/completions", {"messages": messages, **body}
+        async with client.post(url, json=body) as response:
+            response.raise_for_status()
+            return (await response.json())["choices"][0]["message"]
+
+
+def with_lengths(prompts: Any) -> Any:
+    """Returns conversations with the length of their last message from a user."""
+    replies = [f"length {len(prompt.content[-1])}" for prompt in prompts.unbind(0)]
+    return lazy_stack(
+        [
+            prompt.append(History(role="user", content=text), inplace=False, dim=-1)
+            for prompt, text in zip(prompts.unbind(0), replies, strict=True)
+        ]
+    )
+
+
+class OneReward(Transform):
+    """Rewards each step with 1."""
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        return next_tensordict.set("reward", torch.ones(1, 1, 1))
+
+
+def one_turn_env(*transforms: Transform) -> ChatEnv:
+    """Returns an environment whose conversations end after one turn."""
+    env = ChatEnv(batch_size=(1,))
+    for transform in (StepCounter(max_steps=1), *transforms):
+        env = env.append_transform(transform)
+    return env

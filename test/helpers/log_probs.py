@@ -53,3 +53,16 @@ def difference(
         **arguments,
     )
     return response_difference(response, prompt, model)
+
+
+def batch_difference(batch: Any, model: Any) -> float:
+    """Greatest difference of collected log-probs of responses from a model's."""
+    worst = 0.0
+    for tokens, log_probs in zip(
+        batch.get(("tokens", "full"), as_list=True),
+        batch.get(("log_probs", "response"), as_list=True),
+        strict=True,
+    ):
+        expected = score(model, tokens)[-len(log_probs) :]
+        worst = max(worst, float((log_probs - expected).abs().max()))
+    return worst

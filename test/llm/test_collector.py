@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from helpers.log_probs import TOLERANCE, score
+from helpers.log_probs import TOLERANCE, batch_difference
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector, RayLLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import PolicyVersion
-from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss
 
 from torchrl_sglang import (
     SGLangLLMCollector,
@@ -39,7 +37,7 @@ def make_env(tokenizer) -> ChatEnv:
     )
 
 
-def make_collector(engine, tokenizer, kind=LLMCollector, **kwargs) -> LLMCollector:
+def make_collector(engine, tokenizer, kind=LLMCollector, **kwargs) -> Any:
     policy = SGLangWrapper(
         engine,
         tokenizer=tokenizer,
@@ -48,26 +46,12 @@ def make_collector(engine, tokenizer, kind=LLMCollector, **kwargs) -> LLMCollect
     )
     options = {"track_policy_version": True, **kwargs}
     return kind(
-        make_env(tokenizer),
+        partial(make_env, tokenizer),
         policy=policy,
         dialog_turns_per_batch=len(QUERIES),
         total_dialog_turns=100,
         **options,
     )
-
-
-def response_error(data, model) -> float:
-    """Greatest difference of the collected log-probs from a model's."""
-    worst = 0.0
-    for full, response, log_probs in zip(
-        data.get(("tokens", "full"), as_list=True),
-        data.get(("tokens", "response"), as_list=True),
-        data.get(("log_probs", "response"), as_list=True),
-        strict=True,
-    ):
-        reference = score(model, full)[-len(response) :]
-        worst = max(worst, float((log_probs - reference).abs().max()))
-    return worst
 
 
 @pytest.fixture
@@ -84,8 +68,8 @@ def test_collect_update_collect(restored_engine, hf_model, new_model, tokenizer)
     batches = iter(collector)
 
     data = next(batches).reshape(-1)
-    assert response_error(data, hf_model) < TOLERANCE
-    assert response_error(data, new_model) > 0.1
+    assert batch_difference(data, hf_model) < TOLERANCE
+    assert batch_difference(data, new_model) > 0.1
     assert data["history"].full[0].content[0] == QUERIES[0]
     before = int(engine.weight_version) if engine.weight_version.isdigit() else 0
     assert collector.policy_version == 0
@@ -93,7 +77,7 @@ def test_collect_update_collect(restored_engine, hf_model, new_model, tokenizer)
     assert collector.policy_version == 1
     assert engine.weight_version == str(before + 1)
     data = next(batches).reshape(-1)
-    assert response_error(data, new_model) < TOLERANCE
+    assert batch_difference(data, new_model) < TOLERANCE
 
     # The same count when the sender is called directly.
     scheme.create_sender().update_weights()
@@ -102,7 +86,7 @@ def test_collect_update_collect(restored_engine, hf_model, new_model, tokenizer)
     collector.update_policy_weights_(hf_model)
     assert collector.policy_version == 3
     data = next(batches).reshape(-1)
-    assert response_error(data, hf_model) < TOLERANCE
+    assert batch_difference(data, hf_model) < TOLERANCE
     collector.shutdown()
     scheme.shutdown()
 
@@ -145,7 +129,7 @@ def test_the_collector_takes_schemes(
         assert collector.policy_version == count
         assert collector.last_sync_report is report
         assert restored_engine.weight_version == report.version
-        assert response_error(next(batches).reshape(-1), model) < TOLERANCE
+        assert batch_difference(next(batches).reshape(-1), model) < TOLERANCE
     collector.shutdown()
 
 
@@ -317,67 +301,17 @@ def test_without_a_registered_model_nothing_is_counted(restored_engine, tokenize
     collector.shutdown()
 
 
-def test_collected_data_trains(engine, hf_model, tokenizer):
-    """GRPOLoss takes the data as it is; at the first step all ratios are one."""
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), batch_size=2)
-    collector = make_collector(engine, tokenizer, replay_buffer=buffer)
-    next(iter(collector), None)
-    data = buffer.sample(2)
-    data.set(
-        "advantage",
-        torch.ones(data.get(("tokens", "full"), as_padded_tensor=True).shape)[
-            ..., None
-        ],
-    )
-    actor = TransformersWrapper(
-        hf_model,
-        tokenizer=tokenizer,
-        input_mode="tokens",
-        generate=False,
-        pad_output=False,
-    )
-    loss = GRPOLoss(actor_network=actor, masking_strategy="rlhf")
-    out = loss(data)
-    assert out.loss_objective.isfinite()
-    # All ratios are 1: trainer and engine hold the same weights.
-    assert abs(float(out.kl_approx)) < TOLERANCE
-    assert float(out.clip_fraction) == 0.0
-    out.loss_objective.backward()
-    assert all(
-        parameter.grad is not None
-        for name, parameter in hf_model.named_parameters()
-        if "layers" in name
-    )
-    collector.shutdown()
-
-
-def make_ray_collector(engine, tokenizer, **kwargs) -> RayLLMCollector:
-    policy = SGLangWrapper(
-        engine,
-        tokenizer=tokenizer,
-        generate_kwargs={"max_new_tokens": 8},
-        return_generation_info=True,
-    )
-    return RayLLMCollector(
-        partial(make_env, tokenizer),
-        policy=policy,
-        dialog_turns_per_batch=len(QUERIES),
-        total_dialog_turns=100,
-        track_policy_version=True,
-        remote_config={"num_cpus": 1},
-        **kwargs,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_collector_on_ray(
     scheme, restored_engine, hf_model, new_model, tokenizer, ray_here, caplog
 ):
     """The trainer sends, and the actor counts and has the new weights."""
-    collector = make_ray_collector(restored_engine, tokenizer)
+    collector = make_collector(
+        restored_engine, tokenizer, RayLLMCollector, remote_config={"num_cpus": 1}
+    )
     start = newest_version(restored_engine)
-    assert response_error(collector.next().reshape(-1), hf_model) < TOLERANCE
+    assert batch_difference(collector.next().reshape(-1), hf_model) < TOLERANCE
     sender = scheme.create_sender()
     attach_weight_sync(collector, scheme)
     sender.register_collector(collector)
@@ -389,7 +323,7 @@ def test_a_collector_on_ray(
         assert collector.last_sync_report is report
         assert report.version == str(max(start, 0) + count)
         data = collector.next().reshape(-1)
-        assert response_error(data, new_model) < TOLERANCE
+        assert batch_difference(data, new_model) < TOLERANCE
         assert data["next", "policy_version"].unique().tolist() == [count]
         versions = data.get(("generation_info", "weight_version"), as_list=True)
         assert {int(v) for each in versions for v in each} == {int(report.version)}

@@ -8,8 +8,8 @@ import string
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
-from torchrl.data.llm import History
+from helpers.collecting import with_lengths
+from tensordict import TensorDict
 from torchrl.envs import Transform
 from torchrl.envs.llm import ChatEnv
 
@@ -22,16 +22,8 @@ class Tool(Transform):
     """Answers every assistant message with its length."""
 
     def _step(self, tensordict, next_tensordict):
-        history = next_tensordict["history"].prompt
-        extended = [
-            one.append(
-                History(role="user", content=f"length {len(one.content[-1])}"),
-                inplace=False,
-                dim=-1,
-            )
-            for one in history.unbind(0)
-        ]
-        next_tensordict["history"].prompt = lazy_stack(extended)
+        history = next_tensordict["history"]
+        history.prompt = with_lengths(history.prompt)
         return next_tensordict
 
 

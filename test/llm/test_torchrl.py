@@ -14,18 +14,17 @@ import threading
 import cloudpickle
 import pytest
 import torch
+from helpers.collecting import with_lengths
 from helpers.log_probs import TOLERANCE
 from tensordict import TensorDict, lazy_stack
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, Unbounded
-from torchrl.data.llm import History
 from torchrl.data.utils import CloudpickleWrapper
 from torchrl.envs import AsyncEnvPool, Transform
 from torchrl.envs.llm import ChatEnv
 from torchrl.envs.llm.transforms import (
     KLComputation,
     KLRewardTransform,
-    PolicyVersion,
     RetrieveKL,
     RetrieveLogProb,
 )
@@ -55,16 +54,8 @@ class Tool(Transform):
         histories = next_tensordict["history"].prompt.unbind(0)
         turns = torch.tensor([[len(one.content) // 2] for one in histories])
         wanted = torch.tensor([[int(one.content[0][-1])] for one in histories])
-        next_tensordict["history"].prompt = lazy_stack(
-            [
-                one.append(
-                    History(role="user", content=f"length {len(one.content[-1])}"),
-                    inplace=False,
-                    dim=-1,
-                )
-                for one in histories
-            ]
-        )
+        history = next_tensordict["history"]
+        history.prompt = with_lengths(history.prompt)
         lengths = [[[float(len(one.content[-1]))]] for one in histories]
         next_tensordict["reward"] = torch.tensor(lengths)
         next_tensordict["done"] = turns >= wanted
@@ -277,27 +268,6 @@ def test_collector_in_the_background(engine, tokenizer, score, form):
     collector.async_shutdown(timeout=TIMEOUT)
     assert not collector.is_running()
     check_dialogs(buffer[:], tokenizer, score)
-
-
-@pytest.mark.parametrize("version_type", ["int", "uuid"])
-def test_policy_version(engine, tokenizer, version_type):
-    """What was generated after an update carries the new version."""
-    tracker = PolicyVersion(version_type)
-    collector = LLMCollector(
-        make_env(tokenizer),
-        policy=make_policy(engine, tokenizer),
-        dialog_turns_per_batch=2,
-        track_policy_version=tracker,
-    )
-    versions = []
-    for _, data in zip(range(3), collector, strict=False):
-        (version,) = set(data.reshape(-1)["next"].get("policy_version").tolist())
-        assert version == collector.policy_version == tracker.version
-        versions.append(version)
-        collector.increment_version()
-    assert len(set(versions)) == 3
-    assert version_type == "uuid" or versions == [0, 1, 2]
-    collector.shutdown()
 
 
 @pytest.mark.parametrize("pad_output", [False, True])

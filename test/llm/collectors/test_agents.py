@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 import torch
-from helpers.collecting import tasks
+from helpers.collecting import ask_gateway, tasks, user
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_sglang import (
@@ -28,20 +28,10 @@ class Agent:
 
     async def __call__(self, task, *, base_url, api_key):
         self.runs += 1
-        messages = [{"role": "user", "content": task["query"]}]
-        async with aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"}
-        ) as client:
-            for _ in range(2):
-                answer = await client.post(
-                    f"{base_url}/chat/completions",
-                    json={"messages": messages, "max_tokens": 5},
-                )
-                content = await answer.json()
-                messages += [
-                    content["choices"][0]["message"],
-                    {"role": "user", "content": "Go on."},
-                ]
+        messages = [user(task["query"])]
+        for _ in range(2):
+            reply = await ask_gateway(base_url, api_key, messages, max_tokens=5)
+            messages += [reply, user("Go on.")]
         return float(task["answer"])
 
 
@@ -144,19 +134,15 @@ class Through(Agent):
 
     async def __call__(self, task, *, base_url, api_key):
         self.runs += 1
-        messages = [{"role": "user", "content": task["query"]}]
-        headers = {"Authorization": f"Bearer {api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as client:
-            for number, model in enumerate(self.models):
-                if self.runs == 1 and number:
-                    before = self.fake.weight_version
-                    self.update(self.collector)
-                    self.fake.earlier_version = (before, 2) if number == 1 else None
-                body = {"messages": messages, "max_tokens": 5, "model": model}
-                url = f"{base_url}/chat/completions"
-                async with client.post(url, json=body) as answer:
-                    said = (await answer.json())["choices"][0]["message"]
-                messages += [said, {"role": "user", "content": "Go on."}]
+        messages = [user(task["query"])]
+        for number, model in enumerate(self.models):
+            if self.runs == 1 and number:
+                before = self.fake.weight_version
+                self.update(self.collector)
+                self.fake.earlier_version = (before, 2) if number == 1 else None
+            options = {"max_tokens": 5, "model": model}
+            reply = await ask_gateway(base_url, api_key, messages, **options)
+            messages += [reply, user("Go on.")]
         return float(task["answer"])
 
 

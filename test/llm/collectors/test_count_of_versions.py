@@ -12,13 +12,17 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-import aiohttp
 import pytest
 import torch
-from helpers.collecting import length_reward, tasks
+from helpers.collecting import (
+    OneReward,
+    ask_gateway,
+    length_reward,
+    one_turn_env,
+    tasks,
+    user,
+)
 from helpers.fake_server import FakeServer
-from torchrl.envs import StepCounter, Transform
-from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -43,14 +47,14 @@ from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.viewer.page import read_runs
 from torchrl_sglang.weight_update import sender as senders
 
-DOCS = Path(__file__).parents[3] / "docs/source"
+PAGE = Path(__file__).parents[3] / "docs/source/off_policy.rst"
 UPDATES = 4
 """Batches of a run."""
 
 
-def documented_loop(page: str) -> str:
-    """Returns the code block of a page that sets the consumer's version."""
-    text = (DOCS / page).read_text()
+def documented_loop() -> str:
+    """Returns the code block of the page that sets the consumer's version."""
+    text = PAGE.read_text()
     blocks = re.findall(r"code-block:: python\n\n((?:[ ]{3,}.*\n|\n)+)", text)
     (block,) = [each for each in blocks if "consumer_version = " in each]
     lines = textwrap.dedent(block).splitlines()
@@ -78,8 +82,8 @@ class Run:
             weight_sync_schemes={"policy": self.scheme},
         )
 
-    def loop(self, page, updates=2) -> list[float]:
-        """Runs the loop of a page; returns which share of each batch was too old.
+    def loop(self, updates=2) -> list[float]:
+        """Runs the loop of the page; returns which share of each batch was too old.
 
         It is compared with the version of each row, which is a count of its own.
         """
@@ -122,7 +126,7 @@ class Run:
             "OffPolicyCorrection": lambda *args, **kwargs: Correct(),
         }
         Correct.metrics = property(lambda self: correction.metrics)
-        exec(compile(documented_loop(page), page, "exec"), scope)
+        exec(compile(documented_loop(), PAGE, "exec"), scope)
         assert dropped == true
         return dropped
 
@@ -145,35 +149,30 @@ def run(hf_model, tmp_path):
         each.close()
 
 
-@pytest.fixture(params=["off_policy.rst"])
-def page(request):
-    return request.param
-
-
 def check(dropped: list[float]) -> None:
     """The first batch is fresh, and some others are not."""
     assert dropped[0] == 0
     assert max(dropped) > 0
 
 
-def test_the_first_run(run, fake, page):
-    check(run(fake).loop(page))
+def test_the_first_run(run, fake):
+    check(run(fake).loop())
 
 
-def test_a_second_run_on_living_servers(run, fake, page):
+def test_a_second_run_on_living_servers(run, fake):
     fake.weight_version = "21"
-    check(run(fake).loop(page))
+    check(run(fake).loop())
 
 
-def test_behind_another_trainers_updates(run, fake, page):
+def test_behind_another_trainers_updates(run, fake):
     fake.weight_version = "21"
     trainer = run(fake)
     fake.weight_version = "25"
-    check(trainer.loop(page))
+    check(trainer.loop())
     assert trainer.collector.policy_version == 2 * UPDATES
 
 
-def test_after_a_resume_on_new_servers(run, fake, page, tiny_model_path):
+def test_after_a_resume_on_new_servers(run, fake, tiny_model_path):
     first = run(fake)
     for _ in range(20):
         first.collector.update_policy_weights_()
@@ -186,7 +185,7 @@ def test_after_a_resume_on_new_servers(run, fake, page, tiny_model_path):
         second.collector.update_policy_weights_()
         second.collector.load_state_dict(state)
         assert second.collector.policy_version == 20
-        check(second.loop(page))
+        check(second.loop())
         second.close()
 
 
@@ -223,28 +222,13 @@ def test_another_count_is_an_error(run, fake):
 
 
 async def one_turn(task, *, base_url, api_key):
-    headers = {"Authorization": f"Bearer {api_key}"}
-    body = {"messages": [{"role": "user", "content": task["query"]}], "max_tokens": 5}
-    async with aiohttp.ClientSession(headers=headers) as client:
-        await client.post(f"{base_url}/chat/completions", json=body)
+    await ask_gateway(base_url, api_key, [user(task["query"])], max_tokens=5)
     return 1.0
-
-
-class One(Transform):
-    """The reward of each step is 1."""
-
-    def _step(self, tensordict, next_tensordict):
-        return next_tensordict.set("reward", torch.ones(1, 1, 1))
-
-
-def make_env() -> ChatEnv:
-    env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
-    return env.append_transform(One())
 
 
 KINDS = {
     "functions": lambda gateway: {"rewards": length_reward},
-    "an environment": lambda gateway: {"env": make_env},
+    "an environment": lambda gateway: {"env": lambda: one_turn_env(OneReward())},
     "an agent": lambda gateway: {"agent": one_turn, "gateway": gateway},
 }
 """What makes conversations -> arguments of a collector."""
@@ -370,17 +354,10 @@ def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
     """Tokens that are not the policy's have none."""
 
     async def agent(task, *, base_url, api_key):
-        messages = [{"role": "user", "content": task["query"]}]
-        headers = {"Authorization": f"Bearer {api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as client:
-            for _ in range(2):
-                body = {"messages": messages, "max_tokens": 5}
-                answer = await client.post(f"{base_url}/chat/completions", json=body)
-                content = await answer.json()
-                messages += [
-                    content["choices"][0]["message"],
-                    {"role": "user", "content": "Go on."},
-                ]
+        messages = [user(task["query"])]
+        for _ in range(2):
+            reply = await ask_gateway(base_url, api_key, messages, max_tokens=5)
+            messages += [reply, user("Go on.")]
         return 1.0
 
     fake.weight_version = "21"

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 
 import pytest
-import torch
-from helpers.collecting import tasks
+from helpers.collecting import OneReward, one_turn_env
 from helpers.waiting import wait_until
 from tensordict import set_list_to_stack
-from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_sglang import CollectorTimeouts
-from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.errors import ConfigurationError
 
 
 async def coroutine_of_env() -> ChatEnv:
-    return make_env()
-
-
-def make_env(transform=None) -> ChatEnv:
-    env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
-    return env if transform is None else env.append_transform(transform())
-
-
-class Reward(Transform):
-    def _step(self, tensordict, next_tensordict):
-        return next_tensordict.set("reward", torch.ones(1, 1, 1))
+    return one_turn_env()
 
 
 @pytest.fixture
@@ -47,7 +33,7 @@ def test_groups_of_environments(make_with_env, update):
     made = []
 
     def counted():
-        made.append(make_env(Reward))
+        made.append(one_turn_env(OneReward()))
         return made[-1]
 
     collector = make_with_env(counted, group_size=3, max_staleness=1)
@@ -66,43 +52,14 @@ def test_groups_of_environments(make_with_env, update):
     assert all(env.is_closed for env in made)
 
 
-def test_environments_that_raise(make_with_env):
-    class Fails(Reward):
-        def _step(self, tensordict, next_tensordict):
-            if tensordict["answer"] == ["1"]:
-                raise ValueError("no step")
-            return super()._step(tensordict, next_tensordict)
-
-    collector = make_with_env(partial(make_env, Fails), max_retries=1)
-    assert 1 not in answers(next(iter(collector)))
-    wait_until(lambda: collector.stats()["groups_failed"])
-    stats = collector.stats()
-    assert (stats["groups_retried"], stats["groups_failed"]) == (1, 1)
-    told = "Prompt 1: The environment, when it was stepped, raised ValueError: no step."
-    assert told in stats["errors"]
-
-
-def test_environments_that_hang(make_with_env, gate):
-    class Hangs(Reward):
-        def _step(self, tensordict, next_tensordict):
-            if tensordict["answer"] == ["0"]:
-                gate.wait()
-            return super()._step(tensordict, next_tensordict)
-
-    collector = make_with_env(
-        partial(make_env, Hangs),
-        max_retries=0,
-        num_threads=2,
-        timeouts=CollectorTimeouts(step=1.0),
-    )
-    assert 0 not in answers(next(iter(collector)))
-
-
 def test_tokens_that_are_masked(make_with_env, update):
     collector = make_with_env(
-        partial(make_env, Reward), max_staleness=0, on_stale="mask", groups_per_batch=1,
+        lambda: one_turn_env(OneReward()),
+        max_staleness=0,
+        on_stale="mask",
+        groups_per_batch=1,
         batches_per_update=2,
-    )  # fmt: skip
+    )
     batches = iter(collector)
     assert (
         next(batches).get(("log_probs", "response"), as_list=True)[0].isfinite().all()
@@ -116,26 +73,16 @@ def test_tokens_that_are_masked(make_with_env, update):
 
 def test_values_that_are_no_environment_are_refused(make_with_env):
     with pytest.raises(ConfigurationError, match="a function that makes"):
-        make_with_env(make_env())
+        make_with_env(one_turn_env())
     with pytest.raises(ConfigurationError, match="env=.* is a coroutine function"):
         make_with_env(coroutine_of_env)
     for wrong in (lambda: ChatEnv(batch_size=(2,)), dict):
         with pytest.raises(ConfigurationError, match=r"batch size \(1,\)"):
             make_with_env(wrong)
     with pytest.raises(ConfigurationError, match="step cannot be given with env"):
-        make_with_env(make_env, step=print)
+        make_with_env(one_turn_env, step=print)
     with set_list_to_stack(False), pytest.raises(ConfigurationError, match="set_list"):
-        make_with_env(make_env)
-
-
-def test_environments_that_always_raise(make_with_env):
-    class Fails(Transform):
-        def _step(self, tensordict, next_tensordict):
-            raise ValueError("never")
-
-    collector = make_with_env(partial(make_env, Fails), prompts=tasks(3), max_retries=0)
-    with pytest.raises(CollectionError, match="never"):
-        next(iter(collector))
+        make_with_env(one_turn_env)
 
 
 def test_one_that_is_made_too_late_is_used_later(make_with_env):
@@ -147,7 +94,7 @@ def test_one_that_is_made_too_late_is_used_later(make_with_env):
         if len(made) % 4 == 2:
             raise ValueError("no sandbox now")
         time.sleep(0.2 if len(made) > 1 else 0.0)
-        return make_env(Reward)
+        return one_turn_env(OneReward())
 
     collector = make_with_env(
         slow, group_size=4, groups_per_batch=1, max_retries=100, num_threads=8
@@ -165,7 +112,7 @@ def test_one_that_is_made_too_late_is_used_later(make_with_env):
 @pytest.mark.parametrize("value", [2**70, {1: 2}, None, [1, [2]]], ids=str)
 def test_values_of_tasks(make_with_env, value):
     collector = make_with_env(
-        lambda: make_env(Reward),
+        lambda: one_turn_env(OneReward()),
         prompts=[{"query": "q", "answer": value}],
         group_size=2,
         total_groups=1,

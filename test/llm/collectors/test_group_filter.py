@@ -53,21 +53,6 @@ def test_prompts_that_end_while_groups_are_dropped(make):
     assert sum(len(batch) for batch in collector) == 6
 
 
-def test_a_filter_that_raises(make):
-    def raises(returns):
-        raise KeyError("threshold")
-
-    collector = make(prompts=tasks(8), keep_group=raises, max_retries=0)
-    with pytest.raises(CollectionError, match="keep_group raised KeyError"):
-        list(collector)
-
-
-def test_a_filter_that_says_nothing(make):
-    collector = make(keep_group=lambda returns: None, max_retries=0)
-    with pytest.raises(CollectionError, match="keep_group returned None; return True"):
-        list(collector)
-
-
 async def waits(returns):
     await asyncio.sleep(0)
     return has_variance(returns)
@@ -105,6 +90,8 @@ async def fails(returns):
 @pytest.mark.parametrize(
     ("keep_group", "message"),
     [
+        (lambda returns: {}["threshold"], "keep_group raised KeyError"),
+        (lambda returns: None, "keep_group returned None; return True"),
         (lambda returns: "no", "returned 'no'; return True"),
         (lambda returns: [False], r"returned \[False\]; return True"),
         (fails, "keep_group raised KeyError"),

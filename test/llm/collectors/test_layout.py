@@ -6,10 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDictBase, lazy_stack
+from helpers.collecting import with_lengths
+from tensordict import NonTensorData, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import Composite, Unbounded
-from torchrl.data.llm import History
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
@@ -37,25 +37,14 @@ class Reply(Transform):
     """Says the length of the last message, as a user."""
 
     def _step(self, tensordict, next_tensordict):
-        prompts = [
-            one.append(
-                History(role="user", content=reply(one.content[-1])),
-                inplace=False,
-                dim=-1,
-            )
-            for one in next_tensordict["history"].prompt.unbind(0)
-        ]
-        next_tensordict["history"].prompt = lazy_stack(prompts)
+        history = next_tensordict["history"]
+        history.prompt = with_lengths(history.prompt)
         return next_tensordict
-
-
-def reply(content: str) -> str:
-    return f"length {len(content)}"
 
 
 async def step(conversation, task):
     conversation.turns[-1].reward = float(len(conversation.response))
-    return reply(conversation.response)
+    return f"length {len(conversation.response)}"
 
 
 def expected(policy, tokenizer, turns, group_size) -> TensorDictBase:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.collecting import tasks
-from helpers.log_probs import TOLERANCE, response_difference, score
+from helpers.log_probs import TOLERANCE, batch_difference, response_difference
 from helpers.ray_cluster import add_node, processes, ray_cluster
 from helpers.waiting import wait_until
 from tensordict import TensorDict
@@ -112,19 +112,6 @@ def error(engine: AsyncSGLang, model: torch.nn.Module, length: int = 16) -> floa
         response_difference(answer, prompt, model)
         for answer, prompt in zip(answers, PROMPTS, strict=True)
     )
-
-
-def batch_error(batch: Any, model: torch.nn.Module) -> float:
-    """The same, of collected responses."""
-    worst = 0.0
-    for full, log_probs in zip(
-        batch.get(("tokens", "full"), as_list=True),
-        batch.get(("log_probs", "response"), as_list=True),
-        strict=True,
-    ):
-        reference = score(model, full)[-len(log_probs) :]
-        worst = max(worst, float((log_probs - reference).abs().max()))
-    return worst
 
 
 def make_env(tokenizer: Any) -> ChatEnv:
@@ -230,9 +217,9 @@ def test_two_collectors_in_actors(nodes, tokenizer):
     model = make_tiny_model(tokenizer, seed=41)
     one.update_policy_weights_(model)
     assert (one.policy_version, other.policy_version) == (1, 1)
-    assert batch_error(one.next().reshape(-1), model) < TOLERANCE
+    assert batch_difference(one.next().reshape(-1), model) < TOLERANCE
     nodes.lose(0)
-    assert batch_error(one.next().reshape(-1), model) < TOLERANCE
+    assert batch_difference(one.next().reshape(-1), model) < TOLERANCE
     next(batches)
     wait_until(lambda: states(engine) == ["stale", "serving"], SECONDS)
     model = make_tiny_model(tokenizer, seed=42)
@@ -241,12 +228,12 @@ def test_two_collectors_in_actors(nodes, tokenizer):
     assert (one.policy_version, other.policy_version) == (2, 2)
     for _ in range(2):
         data = one.next().reshape(-1)
-        assert batch_error(data, model) < TOLERANCE
+        assert batch_difference(data, model) < TOLERANCE
         versions = data.get(("generation_info", "weight_version"), as_list=True)
         assert {int(v) for each in versions for v in each} == {int(report.version)}
     for _ in range(4):
         batch = next(batches)
-    assert batch_error(batch, model) < TOLERANCE
+    assert batch_difference(batch, model) < TOLERANCE
     other.shutdown()
     one.shutdown()
     scheme.shutdown()

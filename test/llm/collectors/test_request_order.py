@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-import aiohttp
 import pytest
-from helpers.collecting import length_reward, tasks
+from helpers.collecting import (
+    ask_gateway,
+    length_reward,
+    one_turn_env,
+    tasks,
+    user,
+)
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
-from torchrl.envs import StepCounter
-from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -124,18 +127,8 @@ def ordered(tiny_model_path):
 
 
 async def agent(task, *, base_url, api_key):
-    async with aiohttp.ClientSession() as client:
-        answer = await client.post(
-            f"{base_url}/chat/completions",
-            headers={"Authorization": f"Bearer {api_key}"},
-            json={"messages": [{"role": "user", "content": task["query"]}]},
-        )
-        assert answer.ok
+    await ask_gateway(base_url, api_key, [user(task["query"])])
     return 1.0
-
-
-def make_env():
-    return ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
 
 
 @pytest.mark.parametrize("kind", ["functions", "environments", "agents"])
@@ -143,7 +136,7 @@ def test_of_every_kind_of_group(ordered, kind):
     with AsyncSGLang.connect(ordered.url) as engine, Gateway(engine) as gateway:
         given = {
             "functions": {"rewards": length_reward},
-            "environments": {"env": make_env},
+            "environments": {"env": one_turn_env},
             "agents": {"agent": agent, "gateway": gateway},
         }
         collector = AsyncLLMCollector(

@@ -18,17 +18,15 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 
-import aiohttp
 import pytest
 import torch
 from datasets import Dataset
-from helpers.collecting import tasks
+from helpers.collecting import ask_gateway, one_turn_env, tasks, user
 from helpers.slow import diagonal
 from helpers.tool_template import TOOL_TEMPLATE
 from helpers.waiting import wait_until
 from torch.utils.data import DataLoader
-from torchrl.envs import StepCounter, Transform
-from torchrl.envs.llm import ChatEnv
+from torchrl.envs import Transform
 
 from torchrl_sglang import CollectorTimeouts, Gateway
 from torchrl_sglang.errors import (
@@ -247,12 +245,8 @@ def test_an_environment_that_fails_once(make, place):
         moment = random.Random(f"{place} {fault}").randint(1, 4)
         once = Once(lambda: 1.0, fault, moment)
 
-        def make_env(once=once):
-            env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
-            return env.append_transform(Faulty(once, place))
-
         collector = make(
-            env=make_env,
+            env=lambda once=once: one_turn_env(Faulty(once, place)),
             rewards=None,
             group_size=2,
             total_groups=4,
@@ -270,17 +264,7 @@ def gateway(policy):
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["threads", "coroutines"])
 def test_an_agent_that_fails_once(make, gateway, asynchronous):
     async def ask(task, base_url, api_key):
-        async with aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"}
-        ) as client:
-            await client.post(
-                f"{base_url}/chat/completions",
-                json={
-                    "messages": [{"role": "user", "content": task["query"]}],
-                    "max_tokens": 3,
-                },
-            )
-        return 1.0
+        await ask_gateway(base_url, api_key, [user(task["query"])], max_tokens=3)
 
     for fault in FAULTS:
         moment = random.Random(f"agent {fault} {asynchronous}").randint(1, 4)
@@ -367,12 +351,7 @@ def test_the_reserved_names_are_those_of_a_row(make, gateway):
     """The names that are refused are the columns that a batch has."""
 
     async def agent(task, *, base_url, api_key):
-        headers = {"Authorization": f"Bearer {api_key}"}
-        async with aiohttp.ClientSession(headers=headers) as client:
-            await client.post(
-                f"{base_url}/chat/completions",
-                json={"messages": [{"role": "user", "content": "Hi"}]},
-            )
+        await ask_gateway(base_url, api_key, [user("Hi")])
 
     for options in (
         {},
@@ -480,8 +459,10 @@ def test_the_function_that_ends_a_collector_is_named(make, caplog):
         return task["solution"]
 
     collector = make(rewards=right, max_retries=0)
-    with pytest.raises(CollectionError) as raised:
-        next(iter(collector))
+    for _ in range(2):
+        with pytest.raises(CollectionError) as raised:
+            next(iter(collector))
+    assert isinstance(raised.value.__cause__, KeyError)
     message = str(raised.value)
     assert "The reward function 'right' raised KeyError: 'solution'" in message
     assert "prompt 7" in message
@@ -692,8 +673,7 @@ class Holder(Transform):
 
 
 def holding(fault=None):
-    env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
-    return env.append_transform(Holder(fault))
+    return one_turn_env(Holder(fault))
 
 
 def test_environments_are_closed(make):
@@ -718,15 +698,12 @@ def test_an_environment_that_cannot_be_closed(make, caplog, gate):
         def close(self):
             gate.wait(5.0)
 
-    def stubborn():
-        env = ChatEnv(batch_size=(1,)).append_transform(StepCounter(max_steps=1))
-        return env.append_transform(Stubborn())
-
     collector = make(
-        env=stubborn, rewards=None, timeouts=CollectorTimeouts(shutdown=0.2)
+        env=lambda: one_turn_env(Stubborn()),
+        rewards=None,
+        timeouts=CollectorTimeouts(shutdown=0.2),
     )
-    collect_one = next(iter(collector))
-    assert len(collect_one)
+    assert len(next(iter(collector)))
     collector.shutdown(timeout=5.0)
     assert "were not closed within 0.2 s" in caplog.text
 
@@ -736,10 +713,7 @@ def test_turns_after_an_agents_end_change_nothing(make, gateway):
     sessions = []
 
     async def agent(task, *, base_url, api_key):
-        headers = {"Authorization": f"Bearer {api_key}"}
-        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
-        async with aiohttp.ClientSession(headers=headers) as client:
-            await client.post(f"{base_url}/chat/completions", json=body)
+        await ask_gateway(base_url, api_key, [user("Hi")], max_tokens=3)
         sessions.append(gateway.sessions[-1])
         return 1.0
 
