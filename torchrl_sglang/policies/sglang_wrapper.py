@@ -611,7 +611,7 @@ class SGLangWrapper(LLMWrapperBase):
     ) -> list[outputs.Sample]:
         if not self.generate:
             return outputs.scored(prompts, completions, self.padding_value or 0)
-        ends, texts, ended = self.end_tokens(params), None, None
+        ends, texts, turn_ends = self.end_tokens(params), None, None
         if self.return_text:
             texts = outputs.read_texts(
                 completions,
@@ -620,14 +620,14 @@ class SGLangWrapper(LLMWrapperBase):
                 skip_special_tokens=params.skip_special_tokens,
             )
         if "generation_info" in self.key_by_container(params):
-            ended = [ends.have_ended(done.token_ids) for done in completions]
+            turn_ends = [ends.have_ended(done.token_ids) for done in completions]
         return outputs.generated(
             prompts,
             completions,
             log_probs=self.return_log_probs,
             layouts=self.token_layouts,
             texts=texts,
-            ended=ended,
+            ended=turn_ends,
             top_logprobs=params.top_logprobs,
         )
 

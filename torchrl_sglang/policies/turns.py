@@ -224,14 +224,14 @@ class TurnCodec:
             token_ids=[turn.prompt.token_ids for turn, _ in turns],
             texts=[turn.prompt.text for turn, _ in turns],
         )
-        ended = [turn.is_complete for turn, _ in turns]
+        turn_ends = [turn.is_complete for turn, _ in turns]
         samples = outputs.generated(
             prompts,
             [turn.completion for turn, _ in turns],
             log_probs=self._policy.return_log_probs,
             layouts=self._policy.token_layouts,
             texts=[(turn.text, turn.message) for turn, _ in turns],
-            ended=ended if "generation_info" in self._keys else None,
+            ended=turn_ends if "generation_info" in self._keys else None,
             top_logprobs=self._params.top_logprobs,
         )
         for sample, (_, messages) in zip(samples, turns, strict=True):
