@@ -6,7 +6,6 @@ TorchRL drives, the real engine answers, and the Hugging Face twin says what is 
 from __future__ import annotations
 
 import functools
-import queue
 import re
 import sys
 import threading
@@ -16,7 +15,7 @@ import pytest
 import torch
 from helpers.collecting import with_lengths
 from helpers.log_probs import TOLERANCE
-from tensordict import TensorDict, lazy_stack
+from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, Unbounded
 from torchrl.data.utils import CloudpickleWrapper
@@ -204,42 +203,6 @@ def test_collector_fills_a_buffer(engine, tokenizer, score, form):
     check_dialogs(buffer.sample(), tokenizer, score)
     if form == "dialogs":
         check_complete(buffer[:])
-    collector.shutdown()
-
-
-def test_buffer_of_whole_batches(engine, tokenizer, score):
-    """Without flattening, an item of the buffer is what one environment did."""
-    buffer = ReplayBuffer(storage=LazyStackStorage(32), batch_size=2)
-    collector = LLMCollector(
-        make_env(tokenizer),
-        policy=make_policy(engine, tokenizer),
-        total_dialog_turns=8,
-        dialog_turns_per_batch=4,
-        flatten_data=False,
-        replay_buffer=buffer,
-    )
-    assert all(data is None for data in collector)
-    assert len(buffer) == 4
-    assert buffer[:].shape == (4, 2)
-    check_dialogs(buffer[:], tokenizer, score)
-    collector.shutdown()
-
-
-@pytest.mark.parametrize("form", ["flat steps", "ends of dialogs"])
-def test_collector_fills_a_queue(engine, tokenizer, score, form):
-    """TorchRL wants Ray for a queue of any kind, and takes Python's own."""
-    filled: queue.Queue[TensorDict] = queue.Queue()
-    collector = LLMCollector(
-        make_env(tokenizer),
-        policy=make_policy(engine, tokenizer),
-        total_dialog_turns=8,
-        queue=filled,
-        **FORMS[form][0],
-    )
-    assert all(data is None for data in collector)
-    items = [filled.get_nowait() for _ in range(filled.qsize())]
-    assert len(items) >= 4
-    check_dialogs(lazy_stack(items).reshape(-1), tokenizer, score)
     collector.shutdown()
 
 

@@ -155,19 +155,15 @@ def check(dropped: list[float]) -> None:
     assert max(dropped) > 0
 
 
-def test_the_first_run(run, fake):
-    check(run(fake).loop())
-
-
-def test_a_second_run_on_living_servers(run, fake):
-    fake.weight_version = "21"
-    check(run(fake).loop())
-
-
-def test_behind_another_trainers_updates(run, fake):
-    fake.weight_version = "21"
+@pytest.mark.parametrize(
+    ("before", "later"),
+    [("default", "default"), ("21", "21"), ("21", "25")],
+    ids=["first run", "second run", "another trainer's updates"],
+)
+def test_stale_tokens_are_dropped_wherever_servers_count(run, fake, before, later):
+    fake.weight_version = before
     trainer = run(fake)
-    fake.weight_version = "25"
+    fake.weight_version = later
     check(trainer.loop())
     assert trainer.collector.policy_version == 2 * UPDATES
 

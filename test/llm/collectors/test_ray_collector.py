@@ -26,7 +26,6 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from torchrl_sglang import (
     AsyncLLMCollector,
     CollectorTimeouts,
-    CorrectedGRPOLoss,
     FunctionGroups,
     RayAsyncLLMCollector,
     SGLangWeightSyncScheme,
@@ -267,42 +266,3 @@ def test_a_buffer_on_ray(restored_engine, hf_model, scheme, tokenizer, ray_here)
     with pytest.raises(CollectionError, match="has ended"):
         collector.getattr_rb("write_count")
     collector.shutdown()
-
-
-@pytest.mark.slow
-def test_what_tokens_were_drawn_from(restored_engine, hf_model, tokenizer, ray_here):
-    """Supports and temperatures pass an actor and a buffer, and the loss reads them."""
-    policy = SGLangWrapper(
-        restored_engine,
-        generate_kwargs={
-            "max_new_tokens": 12,
-            "ignore_eos": True,
-            "temperature": 0.7,
-            "top_k": 50,
-            "top_p": 0.9,
-        },
-        logprobs_mode="behaviour",
-    )
-    collector = make(restored_engine, policy=policy)
-    try:
-        batch = next(iter(collector))
-    finally:
-        collector.shutdown()
-    counts = batch.get(("sampling_support", "full_counts"), as_list=True)
-    assert all((each[-12:] > 0).all() for each in counts)
-    buffer = ReplayBuffer(storage=LazyStackStorage(16), batch_size=6)
-    buffer.extend(batch)
-    rows = buffer.sample()
-    rows["advantage"] = torch.randn(len(rows), 1, 1)
-    actor = TransformersWrapper(
-        hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False
-    )
-    for packing in (True, False):
-        loss = CorrectedGRPOLoss(actor, clip_epsilon=0.2, packing=packing)
-        output = loss(rows)
-        assert output.kl_approx.abs() < 1e-5
-        assert output.clip_fraction == 0
-        ignored = CorrectedGRPOLoss(
-            actor, clip_epsilon=0.2, packing=packing, replay_sampling=False
-        )
-        assert ignored(rows).kl_approx.abs() > 0.01
