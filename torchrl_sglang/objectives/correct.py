@@ -96,7 +96,9 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
         (tensor([[2., 1., 0.]]), [[True, True, False]])
     """
     _check_present(config, sampled)
-    scored = _known(sampled)
+    scored = sampled.mask & sampled.rollout.isfinite()
+    if sampled.train is not None:
+        scored = scored & sampled.train.isfinite()
     train = sampled.rollout if sampled.train is None else sampled.train
     # The trainer's log-probs may be bfloat16.
     dtype = torch.promote_types(train.dtype, sampled.rollout.dtype)
@@ -211,12 +213,6 @@ def check_scored(sampled: Sampled, ranks: LossRanks) -> None:
             "Every log-prob of the trainer is NaN: its weights are not finite, or its "
             "log-probs were not computed; go back to the last checkpoint that was good."
         )
-
-
-def _known(sampled: Sampled) -> Tensor:
-    """Returns the loss tokens with known log-probs."""
-    scored = sampled.mask & sampled.rollout.isfinite()
-    return scored if sampled.train is None else scored & sampled.train.isfinite()
 
 
 def _old_policy(

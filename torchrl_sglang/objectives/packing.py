@@ -5,19 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED, no_mask
+from torchrl_sglang.objectives.routers import own_class
 from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
 from torchrl_sglang.support.checks import check_auto
@@ -53,9 +53,12 @@ def why_padded(model: Any) -> str:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
     # transformers passes sequence boundaries to FlashAttention and flex attention.
     bounded = attention == "flex_attention" or "flash" in str(attention)
+    base_class: Any = own_class(base)
     replaceable = base._supports_flash_attn and (
-        _own_class(base)._can_set_attn_implementation()
+        base_class._can_set_attn_implementation()
     )
+    layer_names = getattr(base, "_no_split_modules", None) or ()
+    classes = {own_class(module) for module in base.modules()}
     reasons = {
         "has other inputs than text": config.get_text_config(decoder=True)
         is not config,
@@ -70,7 +73,7 @@ def why_padded(model: Any) -> str:
         and attention not in ("sdpa", PACKED),
         "does not take another attention than its own": not (bounded or replaceable),
         "does not tell its attention where sequences begin": not all(
-            _hands_on(layer) for layer in _layer_classes(base)
+            _hands_on(layer) for layer in classes if layer.__name__ in layer_names
         ),
     }
     failures = (reason for reason, holds in reasons.items() if holds)
@@ -187,12 +190,6 @@ def _base(model: Any) -> Any:
     return model if unwrap is None else unwrap()
 
 
-def _layer_classes(base: Any) -> Iterator[type]:
-    names = getattr(base, "_no_split_modules", None) or ()
-    classes = {_own_class(module) for module in base.modules()}
-    yield from (cls for cls in classes if cls.__name__ in names)
-
-
 @cache
 def _hands_on(layer: type) -> bool:
     """Returns whether a layer passes all further arguments to its attention.
@@ -215,9 +212,3 @@ def _hands_on(layer: type) -> bool:
 
 def _arguments(base: Any) -> Any:
     return inspect.signature(base.forward).parameters
-
-
-def _own_class(model: nn.Module) -> Any:
-    """Returns a model's class; FSDP2 derives a class from it."""
-    kinds = type(model).__mro__
-    return next(cls for cls in kinds if not cls.__module__.startswith("torch."))

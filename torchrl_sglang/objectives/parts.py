@@ -109,7 +109,7 @@ class LossRanks:
         for parameter in parameters:
             averaged = self._averages or isinstance(parameter, DTensor)
             (averages if averaged else copies).append(parameter)
-        _scale(averages, self.size)
+        scale_gradients(averages, self.size)
         if not copies:
             return
         # The tokens of a single rank may not reach all parameters, such as experts.
@@ -163,10 +163,10 @@ class Gradients:
         factor = self._first.double() / total.clamp_min(1)
         trained = list(parameters)
         self._ranks.add_up(trained)
-        _scale(trained, factor)
+        scale_gradients(trained, factor)
 
 
-def _scale(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor | float) -> None:
     """Multiplies gradients, or this rank's shards of sharded gradients.
 
     Grouped by device and type: a call costs 0.1 ms of Python per shard.

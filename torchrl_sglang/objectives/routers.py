@@ -98,12 +98,15 @@ def _matching(modules: dict[str, nn.Module], pattern: re.Pattern[str]) -> list[s
     ]
 
 
+def own_class(module: nn.Module) -> type:
+    """Returns a module's class; FSDP2 derives a class from it."""
+    kinds = type(module).__mro__
+    named = (cls for cls in kinds if not cls.__module__.startswith("torch."))
+    return next(named, kinds[0])
+
+
 def _own_name(module: nn.Module) -> str:
-    """Returns the name of a module's class; FSDP2 derives a class from it."""
-    kinds = [
-        cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")
-    ]
-    return (kinds or [type(module)])[0].__name__
+    return own_class(module).__name__
 
 
 def _describe(name: str, module: nn.Module, model: nn.Module) -> Router:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils import get_total_norm
 
+from torchrl_sglang.objectives.parts import scale_gradients
+
 _TOO_SMALL = 1e-6
 """Added to a norm that is divided by, as in :func:`torch.nn.utils.clip_grad_norm_`."""
 
@@ -24,6 +26,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     each parameter that FSDP2 shards, while the GPU waits: here the shards of a rank are
     read as plain tensors, all at once. All ranks that share the parameters call this.
     """
+    parameters = list(parameters)
     shards, other_layouts, tensors = _split(parameters)
     norms = [_norm_of_shards(grads, group) for group, grads in shards.items()]
     if other_layouts:
@@ -33,9 +36,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> T
     norm: Tensor = torch.stack([value.to(norms[0]) for value in norms]).norm()
     if limit is not None:
         factor = (limit / (norm + _TOO_SMALL)).clamp_max(1.0)
-        for grads in (*shards.values(), other_layouts, tensors):
-            for kind in _of_one_kind(grads):
-                torch._foreach_mul_(kind, factor.to(kind[0].device))
+        scale_gradients(parameters, factor)
     return norm
 
 
@@ -50,18 +51,14 @@ def _split(
     for parameter in parameters:
         grad = parameter.grad
         if isinstance(grad, DTensor):
-            if _is_cut_once(grad):
+            # Each number is on one rank of a single group.
+            if grad.device_mesh.ndim == 1 and type(grad.placements[0]) is Shard:
                 shards[grad.device_mesh.get_group()].append(grad.to_local())
             else:
                 other_layouts.append(grad)
         elif grad is not None:
             tensors.append(grad)
     return dict(shards), other_layouts, tensors
-
-
-def _is_cut_once(grad: DTensor) -> bool:
-    """Whether each number is on one rank of a single group."""
-    return grad.device_mesh.ndim == 1 and type(grad.placements[0]) is Shard
 
 
 def _norm_of_shards(grads: list[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -71,10 +68,3 @@ def _norm_of_shards(grads: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     total = norm.to(grads[0].device, kind).square()
     dist.all_reduce(total, group=group)
     return total.sqrt()
-
-
-def _of_one_kind(grads: list[Tensor]) -> list[list[Tensor]]:
-    kinds = defaultdict[tuple[torch.device, torch.dtype], list[Tensor]](list)
-    for grad in grads:
-        kinds[grad.device, grad.dtype].append(grad)
-    return list(kinds.values())

@@ -233,20 +233,17 @@ class Run:
         self._checkpoints = self._records.make_checkpoints(self.ranks)
         stack.callback(self._checkpoints.close)
 
-        def open_logger() -> None:
+        def open_files() -> None:
+            stack.enter_context(only_run_in(self.folder))
             self._saved_state = self._checkpoints.load(self.arguments.resume)
             self.logger = self._records.open_logger(self._saved_state)
             if isinstance(self.arguments.logger, str):
                 stack.callback(end_logger, self.logger)
+            self.recorder = self._records.open_recorder()
+            if self.recorder is not None and self.arguments.recorder is True:
+                stack.callback(self.recorder.close)
 
-        self.ranks.first(lambda: stack.enter_context(only_run_in(self.folder)))
-        self.ranks.first(open_logger)
-        self.ranks.first(lambda: self._open_recorder(stack))
-
-    def _open_recorder(self, stack: ExitStack) -> None:
-        self.recorder = self._records.open_recorder()
-        if self.recorder is not None and self.arguments.recorder is True:
-            stack.callback(self.recorder.close)
+        self.ranks.first(open_files)
 
     def _recorder_of_scores(self) -> RunRecorder | RankScores | None:
         """Returns the recorder of the log-probs of this rank's learner."""

@@ -15,7 +15,6 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_sglang import CorrectedGRPOLoss
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives import token_kernels
-from torchrl_sglang.objectives import token_terms as terms
 from torchrl_sglang.objectives.attention import PACKED, packed_attention
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing, why_padded
 
@@ -257,33 +256,6 @@ def test_only_tokens_of_the_loss_have_logits_and_their_gradient_takes_no_memory(
     assert sizes == [(1, sum(len(row.tokens) for row in case.rows))]
     assert len(places) == 2
     assert places[0] == places[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_terms_are_torchs(dtype, monkeypatch):
-    """In pieces of three rows, of which the last one is not full."""
-    monkeypatch.setattr(terms, "_NUMBERS_AT_ONCE", 3 * 11)
-    torch.manual_seed(0)
-    values = (torch.randn(8, 11) * 4).to(dtype)
-    values[0, 3] = -torch.inf
-    tokens = torch.randint(4, 11, (8,))
-    weights = torch.randn(2, 8, dtype=torch.float64)
-    leaves = [values.clone().requires_grad_() for _ in range(2)]
-    found = terms.token_terms(leaves[0] * 1, tokens, entropy=True)
-    normed = leaves[1].double().log_softmax(-1)
-    expected = (
-        normed.gather(-1, tokens[:, None])[:, 0],
-        torch.special.entr(normed.exp()).sum(-1),
-    )
-    bound = 1e-12 if dtype == torch.float64 else 1e-5
-    for each, other in zip(found, expected, strict=True):
-        assert (each - other).abs().max() < bound
-    sum((w * t).sum() for w, t in zip(weights, found, strict=True)).backward()
-    finite = normed.clamp_min(-1e4)
-    entropy = -(finite.exp() * finite).sum(-1)
-    (weights[0] @ expected[0] + weights[1] @ entropy).backward()
-    gap = (leaves[0].grad - leaves[1].grad).abs().max()
-    assert gap < (0.05 if dtype == torch.bfloat16 else bound)
 
 
 def test_a_second_backward_is_refused_where_kernels_write_the_gradient(monkeypatch):

@@ -300,26 +300,31 @@ def test_the_correction_reads_the_replayed_policy(tokenizer):
 
 @pytest.mark.parametrize("numbers", [2**26, 3 * VOCABULARY, 5])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_terms_in_pieces(dtype, numbers, monkeypatch):
+@pytest.mark.parametrize("replayed", [False, True])
+def test_terms_in_pieces(replayed, dtype, numbers, monkeypatch):
     """In pieces of few rows, of which the last one is not full."""
     monkeypatch.setattr(terms, "_NUMBERS_AT_ONCE", numbers)
     case = make_case(4)
-    drawn = [each for row in draw(case) for each in row]
+    drawn = [each if replayed else (1.0, []) for row in draw(case) for each in row]
     tokens = torch.tensor([t for row in case.rows for t in (*row.prompt, *row.tokens)])
     torch.manual_seed(0)
     values = (torch.randn(len(tokens), VOCABULARY) * 4).to(dtype)
+    # A token that the model excludes.
+    values[0, int(tokens[0]) - 1] = -torch.inf
     leaves = [values.clone().requires_grad_() for _ in range(2)]
     sampling = Drawn(
         temperatures=torch.tensor([warm for warm, _ in drawn]),
         counts=torch.tensor([len(kept) for _, kept in drawn]),
         ids=torch.tensor([i for _, kept in drawn for i in kept]),
     )
-    found = terms.token_terms(leaves[0] * 1, tokens, entropy=True, sampling=sampling)
+    found = terms.token_terms(
+        leaves[0] * 1, tokens, entropy=True, sampling=sampling if replayed else None
+    )
     scaled = leaves[1].double() / sampling.temperatures.double().unsqueeze(-1)
     outside = torch.zeros(values.shape, dtype=torch.bool)
     for row, (_, kept) in zip(outside, drawn, strict=True):
         row[[i for i in range(VOCABULARY) if kept and i not in kept]] = True
-    normed = scaled.masked_fill(outside, -1e30).log_softmax(-1)
+    normed = scaled.masked_fill(outside, -1e30).clamp_min(-1e30).log_softmax(-1)
     entropy = -(normed.exp() * normed.clamp_min(-1e4)).sum(-1)
     expected = (normed.gather(-1, tokens[:, None])[:, 0], entropy)
     weights = torch.randn(2, len(tokens), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A learner on several ranks: it goes on with a state, and learns as one process."""
+"""A learner on several ranks learns as one process, and fails as one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 from helpers.torchrun import run_ranks
 
-PROGRAM = Path(__file__).with_name("learner_state_program.py")
-
-
-@pytest.mark.slow
-def test_every_rank_loads_its_share():
-    """Each loads what ``state_dict()`` gave it."""
-    run_ranks(PROGRAM)
+FOLDER = Path(__file__).parent
 
 
 @pytest.mark.timeout(400)
@@ -31,7 +25,7 @@ def test_weights_and_metrics_do_not_depend_on_ranks(ranks, cases):
     """With each method and correction, several steps a batch, shares of unequal sizes,
     and a rank all of whose responses a correction rejects.
     """
-    program = PROGRAM.with_name("one_batch_program.py")
+    program = FOLDER / "one_batch_program.py"
     found = json.loads(run_ranks(program, cases, ranks=ranks, timeout=380))
     assert found
     wrong = {
@@ -45,8 +39,8 @@ def test_weights_and_metrics_do_not_depend_on_ranks(ranks, cases):
 @pytest.mark.timeout(200)
 def test_an_error_of_one_rank_is_one_of_all():
     """A step is skipped on all ranks or on none, and no rank waits for another."""
-    program = PROGRAM.with_name("agreement_program.py")
-    folders = (program.parent, *(program.parents[number] for number in (2, 3)))
+    program = FOLDER / "agreement_program.py"
+    folders = (FOLDER, *(program.parents[number] for number in (2, 3)))
     path = os.pathsep.join(map(str, folders))
     printed = run_ranks(program, PYTHONPATH=path)
     found = json.loads(printed.splitlines()[-1])
