@@ -19,8 +19,10 @@ SEED ?= 0
 OUTPUT ?= runs/grpo_tiny
 PYTEST_ARGS ?=
 
-# Three files at a time, on two cores: much of a test is waiting for a server.
-PYTEST := .venv/bin/python -m pytest --numprocesses=3 --dist=loadfile
+# Three files at a time, on two cores: much of a test is waiting for a server. Their order
+# is that of test/conftest.py.
+IN_FILES := --numprocesses=3 --dist=loadfile --no-loadscope-reorder
+PYTEST := .venv/bin/python -m pytest $(IN_FILES)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -128,7 +130,7 @@ ifdef NIGHTLY
 	@$(INSTALL_NEWEST) --no-deps torchrl-nightly tensordict-nightly
 endif
 	@ln -sfn "$(abspath $(VENV))/sglang-cpu" $(NEWEST)/sglang-cpu
-	@$(NEWEST)/bin/python -m pytest --numprocesses=3 --dist=loadfile -m "not slow" \
+	@$(NEWEST)/bin/python -m pytest $(IN_FILES) -m "not slow" \
 		$(if $(NIGHTLY),-W ignore::FutureWarning -W ignore::DeprecationWarning) $(PYTEST_ARGS)
 
 .PHONY: test-agents
@@ -145,8 +147,8 @@ lint: $(LINT)  ## Check style, formatting, types and spelling
 
 .PHONY: check
 check: lint install $(TEST)  ## What needs no server, in a minute: lint, and a third of the tests
-	@$(BIN)/python -m pytest --numprocesses=2 --quiet --without-servers --durations=0 \
-		--durations-min=5 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses=2 --quiet --without-servers -m "not slow" \
+		--ignore=test/llm/gpu --durations=0 --durations-min=2 $(PYTEST_ARGS)
 
 .PHONY: fix
 fix: $(LINT)  ## Repair what of that can be repaired

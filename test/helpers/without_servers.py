@@ -15,7 +15,21 @@ STARTS = re.compile(
     r"|subprocess|socket|forked_\w+|trainer_python|getfixturevalue"
     r"|torch\.multiprocessing)\b"
 )
-"""Names of what starts a server or a process, or waits for one."""
+"""Names in modules that start a server or a process, or wait for one."""
+
+RANKS = re.compile(r"\b(run_ranks|start_patiently|torch\.distributed\.run)\b")
+"""Names in single tests, and in fixtures, that start ranks of torchrun or Ray."""
+
+
+@functools.cache
+def place(path: Path) -> int:
+    """Returns the place of a file in a run: ranks, then servers, then all others.
+
+    The long files come first, so that no worker has one alone at the end.
+    """
+    text = path.read_text()
+    kinds = (RANKS, STARTS)
+    return next((i for i, names in enumerate(kinds) if names.search(text)), len(kinds))
 
 
 @functools.cache
@@ -25,8 +39,10 @@ def starts_something(path: Path) -> bool:
 
 
 def starts_nothing(item: pytest.Item) -> bool:
-    """Returns whether neither a test's module nor a fixture of it starts anything."""
+    """Returns whether neither a test nor its module nor a fixture starts anything."""
     if not isinstance(item, pytest.Function) or starts_something(item.path):
+        return False
+    if item.get_closest_marker("servers") or _starts(item.function):
         return False
     found = item._fixtureinfo.name2fixturedefs.values()
     own = Path(__file__).parents[1]
@@ -40,4 +56,5 @@ def starts_nothing(item: pytest.Item) -> bool:
 
 @functools.cache
 def _starts(function: Any) -> bool:
-    return STARTS.search(inspect.getsource(function)) is not None
+    source = inspect.getsource(function)
+    return any(names.search(source) for names in (STARTS, RANKS))

@@ -14,6 +14,7 @@ class Said:
         self.response = response
 
 
+@pytest.mark.servers
 def test_a_model_is_trained(tmp_path, capsys):
     output = tmp_path / "runs" / "demo"
     words = ["demo", "--steps", "2", "--output", str(output), "--device", "cpu"]

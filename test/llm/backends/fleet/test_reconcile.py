@@ -690,10 +690,10 @@ def _newest(server: Server) -> int:
     ],
 )
 @pytest.mark.parametrize(
-    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in (1, 2, 3))]
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))]
 )
 def test_random_histories(owned, part):
-    for seed in range(part, HISTORIES, 4):
+    for seed in range(part, HISTORIES, 8):
         world = World(random=Random(seed), owned=owned)
         try:
             for _ in range(EVENTS):
