@@ -105,7 +105,7 @@ def train(engine, path, folder):
     return run.model, run.policy
 
 
-@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("used", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_by_hand_trains_the_same_weights(tiny_model_path, tmp_path, used):
     """Also with servers that have the weights of an earlier run."""
     before = transformers.AutoModelForCausalLM.from_pretrained(tiny_model_path)

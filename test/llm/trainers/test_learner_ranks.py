@@ -16,8 +16,7 @@ FOLDER = Path(__file__).parent
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (3, "some"),
-        pytest.param(2, "some", marks=pytest.mark.slow),
+        (2, "some"),
         *(pytest.param(n, "all", marks=pytest.mark.slow) for n in (2, 3)),
     ],
 )

@@ -58,9 +58,12 @@ def make(path, folder, **arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"gradient_checkpointing": True, "max_tokens_per_pass": 128},
+        {
+            "gradient_checkpointing": True,
+            "max_tokens_per_pass": 128,
+            "kl_to_ref_coeff": 0.1,
+        },
         {"correction": "decoupled_token_is", "max_staleness": 1, "minibatches": 2},
-        {"kl_to_ref_coeff": 0.1},
     ],
 )
 def test_a_run(moe_engine, moe_path, tmp_path, arguments):

@@ -20,7 +20,7 @@ import torch
 from helpers.in_flight import TRIES, InFlight
 from helpers.log_probs import TOLERANCE
 from helpers.log_probs import response_difference as difference
-from helpers.slow import older_engine_is_slow
+from helpers.slow import diagonal, older_engine_is_slow
 from tensordict import TensorDict
 from torchrl.modules.llm.policies import Tokens
 
@@ -374,8 +374,9 @@ def openai_answer(engine, route, length=LENGTH):
     return getattr(engine, route)({**CHATS[route], **limits}, timeout=120)
 
 
-@pytest.mark.parametrize("route", CHATS)
-@pytest.mark.parametrize("mode", ["continue", "in_place", "abort"])
+@pytest.mark.parametrize(
+    ("mode", "route"), diagonal(["continue", "in_place", "abort"], CHATS)
+)
 def test_answers_of_openai_are_whole_or_errors(any_engine, models, mode, route):
     engine = any_engine
     with sender_of(engine, pause_mode=mode) as sender:

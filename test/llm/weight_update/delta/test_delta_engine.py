@@ -13,8 +13,6 @@ from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 LOADER = "torchrl_sglang_delta.load"
-UPDATES = 50
-"""Updates after the first one."""
 
 
 @pytest.fixture(
@@ -58,13 +56,14 @@ def exact_copy(model, tokenizer):
     return exact
 
 
-def test_fifty_updates_are_exact(delta_engine, tokenizer):
+@pytest.mark.parametrize("updates", [12, pytest.param(50, marks=pytest.mark.slow)])
+def test_many_updates_are_exact(delta_engine, tokenizer, updates):
     """Only the first one has all bytes, and the servers compute with the last."""
     model, step = trained(tokenizer)
     scheme = SGLangWeightSyncScheme(delta_engine, model, transport="delta")
     sender = scheme.create_sender()
     reports = [sender.update_weights()]
-    for _ in range(UPDATES):
+    for _ in range(updates):
         step()
         reports.append(sender.update_weights())
     assert "everything" in reports[0].reason
