@@ -30,8 +30,6 @@ ENVIRONMENTS = ROOT / ".agents"
 
 JOB_SECONDS = 60.0
 """A client that takes longer hangs."""
-AT_ONCE_SECONDS = 20.0
-"""A client that ends at once does in less; those that wait do so for minutes."""
 CLIENT_TIMEOUT = 6.0
 """Time-out of a client whose request hangs."""
 LONG_TIMEOUT = 60.0

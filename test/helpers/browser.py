@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import itertools
 import json
 import os
@@ -173,19 +172,6 @@ class Page:
         )
         for x, y in ((box[0] - 1, box[1]), tuple(box)):
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, path: Path, *, full: bool = True) -> None:
-        """Writes a picture of the page."""
-        if full:
-            size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            width, height = size["width"], min(size["height"], 8000)
-            clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
-            found = self.call(
-                "Page.captureScreenshot", clip=clip, captureBeyondViewport=True
-            )
-        else:
-            found = self.call("Page.captureScreenshot")
-        path.write_bytes(base64.b64decode(found["data"]))
 
 
 @contextmanager

@@ -20,7 +20,6 @@ import torchrl_sglang
 PACKAGE = "torchrl_sglang"
 ROOT = Path(torchrl_sglang.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-ENGINE_FILES = [path for path in FILES if path.is_relative_to(ROOT / "backends")]
 
 FLOOR = {
     "errors": 0,

@@ -78,8 +78,8 @@ class SGLangWeightSender:
         self._options: SchemeOptions = scheme.options
         self._model: Any = None
         self._exporters = ExporterCache()
-        # The transport of whole weights; an adapter's keeps no connection.
-        self._transport: WeightTransport | None = None
+        self.transport: WeightTransport | None = None
+        """The transport of whole weights; an adapter's keeps no connection."""
         self._ranks: Ranks | None = None
         self._collectors = RegisteredCollectors(scheme)
         self._last_report: SyncReport | None = None
@@ -176,9 +176,9 @@ class SGLangWeightSender:
             if source.ranks is not None and device.type == "cuda":
                 # The GPUs of the other ranks are known at the first update.
                 return
-        if self._transport is None:
-            self._transport = make_transport(self._options, self._engine, device)
-        self._transport.connect()
+        if self.transport is None:
+            self.transport = make_transport(self._options, self._engine, device)
+        self.transport.connect()
 
     def update_weights(
         self, weights: Any = None, *, verify: bool | None = None
@@ -537,9 +537,9 @@ class SGLangWeightSender:
                 announce(other)
                 return other
 
-            transport = plan.transport_to(engine, self._transport)
+            transport = plan.transport_to(engine, self.transport)
             if source.adapter is None:
-                self._transport = transport
+                self.transport = transport
             return session.update_weights(
                 engine,
                 transport,
@@ -688,9 +688,9 @@ class SGLangWeightSender:
 
     def shutdown(self) -> None:
         """Leaves the servers' process group. Safe to call twice."""
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
 
 def _may_be_lost(error: BaseException | None) -> bool:

@@ -190,7 +190,7 @@ def test_a_trainer_that_fails_between_buckets_is_given_up(gpu_model_path, monkey
         )
         sender = scheme.create_sender()
         sender.update_weights(model)
-        transport = sender._transport
+        transport = sender.transport
         make, made = transport._make_flight, []
 
         def make_some(*given):

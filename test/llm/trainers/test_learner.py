@@ -191,14 +191,6 @@ def test_weights_that_are_not_finite_are_nowhere_sent(make_learner):
         learner.train(make_batch([0.0, 1.0] * 4), 0)
 
 
-REJECTION = {
-    "rollout_is": None,
-    "rollout_rs": "token_k3",
-    "rollout_rs_threshold": 1.0,
-    "bypass_mode": True,
-}
-
-
 @pytest.mark.parametrize("kind", ["plain", "transform", "prompt_mean", "constant"])
 def test_the_update_does_not_depend_on_the_passes(make_learner, kind):
     """From one response a pass to all of them: plain gradient descent, so that the

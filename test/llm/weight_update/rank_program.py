@@ -230,7 +230,7 @@ def refused(seed: int, reason: str) -> dict[str, Any]:
     def leave() -> None:
         # The servers leave the group, as they do when their process ends.
         if RANK == 0:
-            engine, name = sender._scheme.engine, sender._transport._group_name
+            engine, name = sender._scheme.engine, sender.transport.group_name
             run_sync(engine.control.destroy_weights_update_group(name))
 
     if reason == "mismatch":
@@ -261,7 +261,7 @@ def by_handles(seed: int, reason: str = "") -> dict[str, Any]:
 
     def near_the_second_rank(transport: Any) -> None:
         connect(transport)
-        transport._owners = (1,)
+        transport.owners = (1,)
 
     def counted(value: Any) -> Any:
         packed.append(value)

@@ -229,8 +229,8 @@ def test_before_the_first_byte(trainer, path, number, fault):
 def test_joining(trainer, fault):
     sender = trainer.sender("broadcast")
     # As after a restart of the trainer's torch.distributed.
-    if sender._transport.connected:
-        dist.destroy_process_group(sender._transport._group)
+    if sender.transport.connected:
+        dist.destroy_process_group(sender.transport.group)
     fault_at = trainer.proxy.inject(JOIN, fault)
     error = fails(trainer, sender, trainer.new_model(), fault_at)
     assert error.untouched

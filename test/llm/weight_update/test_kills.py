@@ -35,7 +35,6 @@ from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 difference = partial(log_probs.difference, timeout=30)
-RESTART_SECONDS = 300.0
 SOON = 60.0
 
 PAUSE = "/pause_generation"

@@ -120,7 +120,7 @@ def stop():
         spec = weights.specs[-1]
         submit(engine.control.update_weights_from(
             "distributed", names=[spec.name], dtypes=["float32"],
-            shapes=[list(spec.shape)], group_name=transport._group_name,
+            shapes=[list(spec.shape)], group_name=transport.group_name,
             weight_version=None, timeout=1000,
         ))
         while not engine.health():

@@ -141,7 +141,7 @@ def test_half_an_update_stops_generation_until_it_is_healed(
     sender = scheme.create_sender()
     sender.register_model(new_model)
     sender.init_all_workers_group()
-    group = sender._transport._group_name
+    group = sender.transport.group_name
     passes = []
 
     def cut_off():
@@ -198,8 +198,8 @@ def test_a_group_that_was_destroyed_heals(
 ):
     """A trainer that tears down torch.distributed takes this group with it."""
     sender.update_weights(new_model)
-    dist.destroy_process_group(sender._transport._group)
-    assert not sender._transport.connected
+    dist.destroy_process_group(sender.transport.group)
+    assert not sender.transport.connected
     sender.update_weights(new_model)
     assert difference(restored_engine, new_model, tokenizer) < TOLERANCE
 
@@ -215,13 +215,13 @@ def test_second_updater_is_refused(sender, restored_engine, new_model):
 
 def test_recovery_leaves_an_update_alone(sender, restored_engine, new_model):
     sender.update_weights(new_model)
-    transport = sender._transport
+    transport = sender.transport
     with (
         restored_engine.weight_update(),
         pytest.raises(WeightSyncStateError, match="in progress"),
     ):
         sender.recover()
-    assert sender._transport is transport
+    assert sender.transport is transport
     assert transport.connected
 
 
@@ -389,7 +389,9 @@ def test_the_model_is_given_with_the_scheme(restored_engine, tokenizer):
     assert report.version == restored_engine.weight_version
     assert difference(restored_engine, model, tokenizer) < TOLERANCE
     # It belongs to this process.
-    assert pickle.loads(pickle.dumps(scheme))._model is None
+    copy = pickle.loads(pickle.dumps(scheme)).create_sender()
+    with pytest.raises(WeightSyncStateError, match="no weights to send"):
+        copy.update_weights()
     scheme.shutdown()
 
 

@@ -113,22 +113,23 @@ class BroadcastTransport(WeightTransport):
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._in_flight: deque[_Flight] = deque()
         self._loader: TracedLoader | None = None
-        self._group: Any = None
-        self._group_name = ""
+        self.group: Any = None
+        """The process group with all servers; ``None`` where there is none."""
+        self.group_name = ""
         self._epoch = -1
 
     @property
     def connected(self) -> bool:
         """Whether the group of all servers is alive."""
         # A trainer that tears torch.distributed down takes this group with it.
-        alive = process_group.is_alive(self._group)
+        alive = process_group.is_alive(self.group)
         return alive and self._epoch == self._engine.control.membership_epoch
 
     def connect(self) -> None:
         """Forms a process group with all servers; see :class:`.WeightTransport`."""
         if self.connected:
             return
-        if self._group is not None:
+        if self.group is not None:
             self._give_up()
         self._refuse_stages()
         traced = uses_traced_loader(self._engine, self._options.weight_loader)
@@ -141,7 +142,7 @@ class BroadcastTransport(WeightTransport):
             )
         control, options = self._engine.control, self._options
         self._epoch = control.membership_epoch
-        self._group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
+        self.group_name = f"torchrl_sglang_{uuid.uuid4().hex[:8]}"
         world_size = 1 + self._engine.get_world_size()
         address = options.master_address or self._engine.get_master_address()
         port = options.master_port or 0
@@ -159,7 +160,7 @@ class BroadcastTransport(WeightTransport):
                 master_address=address,
                 master_port=store.port,
                 world_size=world_size,
-                group_name=self._group_name,
+                group_name=self.group_name,
                 backend=self._backend,
                 timeout=options.connect_timeout,
             )
@@ -170,7 +171,7 @@ class BroadcastTransport(WeightTransport):
             address,
             self._backend,
             world_size,
-            self._group_name,
+            self.group_name,
             options.connect_timeout,
             options.send_timeout,
         )
@@ -189,7 +190,7 @@ class BroadcastTransport(WeightTransport):
                     f"{address}:{store.port} within {options.connect_timeout:g} s. Can "
                     f"they reach that address?"
                 )
-            self._group = joining.result()
+            self.group = joining.result()
         except BaseException as error:  # noqa: BLE001 - _fail raises it again.
             joining.add_done_callback(_destroy_late)
             self._fail(
@@ -234,7 +235,7 @@ class BroadcastTransport(WeightTransport):
                 run_sync(self._loader.check())
             self._settle(keep=0)
         except BaseException as error:
-            if self._group is None:
+            if self.group is None:
                 # Given up already, where the failure was noticed.
                 raise
             self._fail(
@@ -312,7 +313,7 @@ class BroadcastTransport(WeightTransport):
         starting = process_group.in_thread(
             process_group.start_broadcasts,
             flight.parts,
-            self._group,
+            self.group,
             flight.ready,
             flight.works,
             together,
@@ -361,13 +362,13 @@ class BroadcastTransport(WeightTransport):
         """Returns how buckets are received: the route, and its fields."""
         if self._loader is not None:
             together = self._backend == "nccl"
-            return "tensor", self._loader.receive(buckets, self._group_name, together)
+            return "tensor", self._loader.receive(buckets, self.group_name, together)
         (bucket,) = buckets
         return "distributed", {
             "names": [spec.name for spec in bucket.specs],
             "dtypes": [str(s.dtype).removeprefix("torch.") for s in bucket.specs],
             "shapes": [list(spec.shape) for spec in bucket.specs],
-            "group_name": self._group_name,
+            "group_name": self.group_name,
             "load_format": "flattened_bucket" if bucket.small else None,
         }
 
@@ -428,7 +429,7 @@ class BroadcastTransport(WeightTransport):
 
     def _give_up(self) -> None:
         """Frees both sides of a group that failed, without waiting for them."""
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         in_flight, self._in_flight = self._in_flight, deque()
         self._leave(given_up=True)
         if group is not None:
@@ -441,7 +442,7 @@ class BroadcastTransport(WeightTransport):
 
     def _leave(self, *, given_up: bool) -> concurrent.futures.Future[Any]:
         """Makes the servers leave the group, ending broadcasts that they wait for."""
-        loader, name = self._loader, self._group_name
+        loader, name = self._loader, self.group_name
         control = self._engine.control
 
         async def leave() -> Any:
@@ -462,9 +463,9 @@ class BroadcastTransport(WeightTransport):
 
     def close(self) -> None:
         """Leaves the group."""
-        if self._group is None:
+        if self.group is None:
             return
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         concurrent.futures.wait([self._leave(given_up=False)], GIVE_UP_SECONDS)
         process_group.destroy(group)
 

@@ -84,7 +84,8 @@ class CudaIpcTransport(WeightTransport):
         self._epoch = -1
         self._in_place = False
         self._apart = False
-        self._owners: tuple[int, ...] | None = None
+        self.owners: tuple[int, ...] | None = None
+        """The trainer's rank that makes each handle; ``None``: this process alone."""
         self._held: deque[Content] = deque()
         self._traced = False
         self._loader = TracedLoader(engine, self._options.send_timeout)
@@ -100,7 +101,7 @@ class CudaIpcTransport(WeightTransport):
         self._traced = uses_traced_loader(self._engine, self._options.weight_loader)
         # A server that was restarted has nothing open.
         self._loader.release()
-        self._in_place, self._owners = False, None
+        self._in_place, self.owners = False, None
         if self._device.type == "cuda":
             ranks = self.trainer_gpus
             facts = find_facts(self._engine, self._device, ranks=ranks)
@@ -122,7 +123,7 @@ class CudaIpcTransport(WeightTransport):
             sleeps = capabilities.args.enable_memory_saver
             self._apart = sleeps and not self._in_place
             if ranks:
-                self._owners, same_gpu = assign(
+                self.owners, same_gpu = assign(
                     facts.servers, capabilities.tp_size, ranks
                 )
                 self._apart = sleeps and not same_gpu
@@ -149,7 +150,7 @@ class CudaIpcTransport(WeightTransport):
                 while len(in_flight) > 1:
                     in_flight.popleft().result()
                     self._held.popleft()
-            if self._traced and (self._owners is None or weights.ranks is None):
+            if self._traced and (self.owners is None or weights.ranks is None):
                 early = self._loader.check_early()
             while in_flight:
                 in_flight.popleft().result()
@@ -183,11 +184,11 @@ class CudaIpcTransport(WeightTransport):
         hundred megabytes, so the smallest tensors are put together where it can copy
         from the whole.
         """
-        if self._owners is not None and weights.ranks is not None:
+        if self.owners is not None and weights.ranks is not None:
             plan = HandlePlan(
                 bucket_bytes=max(self._bucket_bytes // 2, 1),
                 apart=self._apart,
-                owners=self._owners,
+                owners=self.owners,
             )
             yield from lead(weights, plan, self._device)
             return

@@ -277,7 +277,7 @@ def test_a_trainer_that_fails_between_buckets_is_given_up(trainer, monkeypatch):
     """The servers wait for the next one in a collective."""
     model = new_model("qwen2", 5)
     trainer.sender.update_weights(model)
-    transport = trainer.sender._transport
+    transport = trainer.sender.transport
     make, made = transport._make_flight, []
 
     def make_some(*given):
@@ -302,7 +302,7 @@ def test_a_loader_that_fails_is_an_error_and_the_server_lives(traced_engine):
     scheme = SGLangWeightSyncScheme(traced_engine, transport="cuda_ipc")
     sender = scheme.create_sender()
     sender.update_weights(model)
-    loader = sender._transport._loader
+    loader = sender.transport._loader
     order = loader.order
     # As if another version of this package had started the server.
     loader.order = lambda action, *given, **fields: order("unknown", *given, **fields)
