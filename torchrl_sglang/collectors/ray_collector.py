@@ -219,14 +219,9 @@ class RayAsyncLLMCollector(GroupCollector):
         """Counts a weight update; the scheme's sender calls it."""
         self._call("increment_version", self.last_sync_report)
 
-    def _served_next(self, served: str) -> None:
-        self._call("call", "_served_next", served)
-
-    def _served_again(self, served: str) -> None:
-        self._call("call", "_served_again", served)
-
-    def _update_failed(self, generated: bool) -> None:
-        self._call("call", "_update_failed", generated)
+    _served_next = _forwarded(AsyncLLMCollector._served_next)
+    _served_again = _forwarded(AsyncLLMCollector._served_again)
+    _update_failed = _forwarded(AsyncLLMCollector._update_failed)
 
     def __repr__(self) -> str:
         state = "running" if self._finalizer.alive else "shut down"

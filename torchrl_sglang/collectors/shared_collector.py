@@ -301,9 +301,13 @@ class _RankGroup:
     def first(self, call: Callable[[], Any]) -> Any:
         """Returns the result of a call on the first rank, or raises its error."""
         outcome, error = self._outcome(call)
-        outcome, text = self._share((outcome, _portable(error)))
+        values = [(outcome, _portable(error))]
+        self._guard(
+            lambda: dist.broadcast_object_list(values, group_src=0, group=self._group)
+        )
         if error is not None:
             raise error
+        outcome, text = values[0]
         if text is not None:
             raise text
         return outcome
@@ -375,13 +379,6 @@ class _RankGroup:
             return call(), None
         except Exception as error:  # noqa: BLE001 - The other ranks raise it.
             return None, error
-
-    def _share(self, value: Any) -> Any:
-        values = [value]
-        self._guard(
-            lambda: dist.broadcast_object_list(values, group_src=0, group=self._group)
-        )
-        return values[0]
 
     def _guard(self, call: Callable[[], Any]) -> None:
         if not self._open:

@@ -18,11 +18,8 @@ from helpers.log_probs import TOLERANCE, score
 from helpers.waiting import wait_until
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
-from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.envs import StepCounter
 from torchrl.envs.llm import ChatEnv
-from torchrl.modules.llm import TransformersWrapper
-from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
 from torchrl_sglang import (
     AsyncLLMCollector,
@@ -260,38 +257,6 @@ def policy_model(engine) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(
         engine.model_path, dtype=torch.float32
     ).eval()
-
-
-def test_batches_train(engine, hf_model, tokenizer):
-    """MCAdvantage and GRPOLoss take them; what is masked has no gradient."""
-    policy = SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 8})
-    with AsyncLLMCollector(
-        policy=policy,
-        prompts=tasks(4),
-        rewards=lambda conversation, task: float(conversation.sample),
-        group_size=2,
-        groups_per_batch=2,
-    ) as collector:
-        batch = next(iter(collector))
-    buffer = ReplayBuffer(
-        storage=LazyStackStorage(4),
-        sampler=SamplerWithoutReplacement(),
-        transform=MCAdvantage(grpo_size=2),
-        batch_size=4,
-    )
-    buffer.extend(batch)
-    data = buffer.sample()
-    actor = TransformersWrapper(
-        hf_model, tokenizer=tokenizer, input_mode="tokens", generate=False
-    )
-    out = GRPOLoss(actor, entropy_bonus=False)(data)
-    assert abs(float(out.kl_approx)) < TOLERANCE
-    out.loss_objective.backward()
-    assert all(
-        parameter.grad is not None and parameter.grad.isfinite().all()
-        for name, parameter in hf_model.named_parameters()
-        if "layers" in name
-    )
 
 
 def test_runs_that_are_killed(engine, tmp_path):

@@ -420,66 +420,42 @@ CALLS: dict[str, Call] = {}
 
 MODES = ("history", "text", "tokens")
 
-for _mode in MODES:
-    for _pad in (False, True):
-        _name = f"{_mode}-{'padded' if _pad else 'ragged'}"
-        CALLS |= {
-            f"{_name}-{_n}": Call(
-                mode=_mode, args={"pad_output": _pad, "num_samples": _n}
-            )
-            for _n in (None, 1, 3)
-        }
-        CALLS[f"{_name}-score"] = Call(
-            mode=_mode, generate=False, args={"pad_output": _pad}
-        )
-        CALLS[f"{_name}-prompt_logprobs"] = Call(
-            mode=_mode,
-            args={"pad_output": _pad},
-            sampling={**GREEDY, "prompt_logprobs": True},
-        )
-    CALLS |= {
-        f"{_mode}-batch{_shape}-{_n}".replace(" ", ""): Call(
-            mode=_mode, shape=_shape, args={"num_samples": _n}
-        )
-        for _shape in ((), (2, 2))
-        for _n in (None, 2)
-    }
-    CALLS |= {
-        f"{_mode}-score-batch{_shape}".replace(" ", ""): Call(
-            mode=_mode, generate=False, shape=_shape
-        )
-        for _shape in ((), (2, 2))
-    }
-    CALLS |= {
-        f"{_mode}-inplace={_inplace}": Call(mode=_mode, args={"inplace": _inplace})
-        for _inplace in (True, False, "empty")
-    }
-    CALLS |= {
-        f"{_mode}-plain-{_inplace}": Call(
-            mode=_mode,
-            stacked=False,
-            dense=True,
-            args={"pad_output": True, "inplace": _inplace},
-        )
-        for _inplace in (True, False, "empty")
-    }
-    CALLS[f"{_mode}-plain-score"] = Call(mode=_mode, generate=False, stacked=False)
-    _renamed = {f"{_key}_key": f"my_{_key}" for _key in CONTAINERS}
-    _nested = {f"{_key}_key": ("agent", _key) for _key in CONTAINERS}
-    CALLS |= {
-        f"{_mode}-tensordict_out": Call(mode=_mode, target=True),
-        f"{_mode}-renamed": Call(mode=_mode, args=_renamed),
-        f"{_mode}-renamed-padded": Call(
-            mode=_mode, args={**_renamed, "pad_output": True}
-        ),
-        f"{_mode}-renamed-score": Call(mode=_mode, generate=False, args=_renamed),
-        f"{_mode}-nested": Call(mode=_mode, args=_nested),
-        f"{_mode}-nested-2": Call(mode=_mode, args={**_nested, "num_samples": 2}),
-        f"{_mode}-nested-score": Call(mode=_mode, generate=False, args=_nested),
-        f"{_mode}-input_key": Call(mode=_mode, args={"input_key": "question"}),
-        f"{_mode}-no_log_probs": Call(mode=_mode, args={"return_log_probs": False}),
-        f"{_mode}-batching": Call(mode=_mode, args={"batching": True}),
-    }
+
+def add_calls(name: str, **options: Any) -> None:
+    """Adds a row for each mode."""
+    for mode in MODES:
+        CALLS[f"{mode}-{name}".replace(" ", "")] = Call(mode=mode, **options)
+
+
+for _pad in (False, True):
+    _name, _args = ("padded" if _pad else "ragged"), {"pad_output": _pad}
+    for _n in (None, 1, 3):
+        add_calls(f"{_name}-{_n}", args={**_args, "num_samples": _n})
+    add_calls(f"{_name}-score", generate=False, args=_args)
+    _asking = {**GREEDY, "prompt_logprobs": True}
+    add_calls(f"{_name}-prompt_logprobs", args=_args, sampling=_asking)
+for _shape in ((), (2, 2)):
+    for _n in (None, 2):
+        add_calls(f"batch{_shape}-{_n}", shape=_shape, args={"num_samples": _n})
+    add_calls(f"score-batch{_shape}", generate=False, shape=_shape)
+for _inplace in (True, False, "empty"):
+    add_calls(f"inplace={_inplace}", args={"inplace": _inplace})
+    _args = {"pad_output": True, "inplace": _inplace}
+    add_calls(f"plain-{_inplace}", stacked=False, dense=True, args=_args)
+add_calls("plain-score", generate=False, stacked=False)
+_renamed = {f"{_key}_key": f"my_{_key}" for _key in CONTAINERS}
+_nested = {f"{_key}_key": ("agent", _key) for _key in CONTAINERS}
+add_calls("tensordict_out", target=True)
+add_calls("renamed", args=_renamed)
+add_calls("renamed-padded", args={**_renamed, "pad_output": True})
+add_calls("renamed-score", generate=False, args=_renamed)
+add_calls("nested", args=_nested)
+add_calls("nested-2", args={**_nested, "num_samples": 2})
+add_calls("nested-score", generate=False, args=_nested)
+add_calls("input_key", args={"input_key": "question"})
+add_calls("no_log_probs", args={"return_log_probs": False})
+add_calls("batching", args={"batching": True})
+add_calls("on-device", device="cpu")
 CALLS |= {
     "history-score-inplace=False": Call(
         mode="history", generate=False, args={"inplace": False}
@@ -497,7 +473,6 @@ CALLS |= {
         args={"num_samples": 2},
         sampling={**GREEDY, "prompt_logprobs": True},
     ),
-    **{f"{mode}-on-device": Call(mode=mode, device="cpu") for mode in MODES},
     "tokens-to-device": Call(
         mode="tokens",
         device="cpu",
