@@ -31,6 +31,7 @@ from torchrl_sglang.collectors.groups.conversations import (
     Conversation,
     Conversations,
 )
+from torchrl_sglang.collectors.runtime.contract import ConversationSetting
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.gateway.dialects.openai import read_chat
@@ -406,7 +407,8 @@ def encode_of_reply(tokenizer: Any, messages: Any) -> list[int]:
 
     talk = conversations(tokenizer, step=step)
     (only,) = talk.begin({"query": "Hi"}, 1)
-    asyncio.run(talk.run(only, session_id="it", policy_version=lambda: 0))
+    setting = ConversationSetting(session_id="it", policy_version=lambda: 0)
+    asyncio.run(talk.run(only, setting))
     return only.turns[-1].prompt.token_ids
 
 

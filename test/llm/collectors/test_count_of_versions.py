@@ -62,24 +62,71 @@ def documented_loop() -> str:
     return "\n".join(lines[start:])
 
 
+async def one_turn(task, *, base_url, api_key):
+    await ask_gateway(base_url, api_key, [user(task["query"])], max_tokens=5)
+    return 1.0
+
+
+KINDS = {
+    "functions": lambda gateway: {"rewards": length_reward},
+    "an environment": lambda gateway: {"env": lambda: one_turn_env(OneReward())},
+    "an agent": lambda gateway: {"agent": one_turn, "gateway": gateway},
+}
+"""What makes conversations -> arguments of a collector."""
+
+
+class Trainers:
+    """Senders and collectors of several trainers on one server."""
+
+    def __init__(self, fake, model, folder, stack):
+        self.fake, self._model = fake, model
+        self._folder, self._stack = folder, stack
+
+    def connect(self):
+        return self._stack.enter_context(AsyncSGLang.connect(self.fake.url))
+
+    def scheme(self, engine):
+        scheme = SGLangWeightSyncScheme(
+            engine, self._model, transport="disk", directory=self._folder
+        )
+        self._stack.callback(scheme.shutdown)
+        return scheme
+
+    def collector(self, engine, kind="functions", scheme=None, **options):
+        gateway = None
+        if kind == "an agent":
+            gateway = self._stack.enter_context(Gateway(engine))
+        settings = {
+            "policy": SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 6}),
+            "prompts": tasks(4000),
+            "groups_per_batch": 1,
+            "max_staleness": 0,
+            "weight_sync_schemes": None if scheme is None else {"policy": scheme},
+            **KINDS[kind](gateway),
+        }
+        collector = AsyncLLMCollector(**{**settings, **options})
+        self._stack.callback(collector.shutdown)
+        return collector
+
+
+@pytest.fixture
+def trainers(fake, hf_model, tmp_path):
+    with ExitStack() as stack:
+        yield Trainers(fake, hf_model, tmp_path, stack)
+
+
 class Run:
     """A trainer with a collector, on servers that may have a history."""
 
-    def __init__(self, fake, model, folder):
-        self.engine = AsyncSGLang.connect(fake.url)
-        self.scheme = SGLangWeightSyncScheme(
-            self.engine, transport="disk", directory=folder
-        )
-        self.scheme.create_sender().register_model(model)
-        self.collector = AsyncLLMCollector(
-            policy=SGLangWrapper(self.engine, generate_kwargs={"max_new_tokens": 6}),
-            prompts=tasks(1000),
-            rewards=length_reward,
+    def __init__(self, trainers):
+        self.engine = trainers.connect()
+        self.collector = trainers.collector(
+            self.engine,
+            scheme=trainers.scheme(self.engine),
             group_size=2,
             groups_per_batch=2,
             max_staleness=4,
             total_groups=2 * UPDATES,
-            weight_sync_schemes={"policy": self.scheme},
         )
 
     def loop(self, updates=2) -> list[float]:
@@ -130,24 +177,6 @@ class Run:
         assert dropped == true
         return dropped
 
-    def close(self):
-        self.collector.shutdown()
-        self.scheme.shutdown()
-        self.engine.shutdown()
-
-
-@pytest.fixture
-def run(hf_model, tmp_path):
-    made = []
-
-    def make(fake):
-        made.append(Run(fake, hf_model, tmp_path))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
-
 
 def check(dropped: list[float]) -> None:
     """The first batch is fresh, and some others are not."""
@@ -160,35 +189,34 @@ def check(dropped: list[float]) -> None:
     [("default", "default"), ("21", "21"), ("21", "25")],
     ids=["first run", "second run", "another trainer's updates"],
 )
-def test_stale_tokens_are_dropped_wherever_servers_count(run, fake, before, later):
+def test_stale_tokens_are_dropped_wherever_servers_count(trainers, fake, before, later):
     fake.weight_version = before
-    trainer = run(fake)
+    trainer = Run(trainers)
     fake.weight_version = later
     check(trainer.loop())
     assert trainer.collector.policy_version == 2 * UPDATES
 
 
-def test_after_a_resume_on_new_servers(run, fake, tiny_model_path):
-    first = run(fake)
+def test_after_a_resume_on_new_servers(trainers, tiny_model_path):
+    first = Run(trainers)
     for _ in range(20):
         first.collector.update_policy_weights_()
     next(iter(first.collector))
     state = first.collector.state_dict()
-    first.close()
-    with FakeServer(tiny_model_path) as new:
-        second = run(new)
+    first.collector.shutdown()
+    with FakeServer(tiny_model_path) as trainers.fake:
+        second = Run(trainers)
         # The order of the docs: send the weights, then load the state.
         second.collector.update_policy_weights_()
         second.collector.load_state_dict(state)
         assert second.collector.policy_version == 20
         check(second.loop())
-        second.close()
 
 
-def test_another_count_is_an_error(run, fake):
+def test_another_count_is_an_error(trainers, fake):
     """The servers' versions go with the servers' count, and not with the trainer's."""
     fake.weight_version = "21"
-    trainer = run(fake)
+    trainer = Run(trainers)
     policy = trainer.collector.policy.get_new_version(return_generation_info=True)
     collector = AsyncLLMCollector(
         policy=policy, prompts=tasks(4), rewards=length_reward, groups_per_batch=1
@@ -215,57 +243,6 @@ def test_another_count_is_an_error(run, fake):
 
 
 # Another sender.
-
-
-async def one_turn(task, *, base_url, api_key):
-    await ask_gateway(base_url, api_key, [user(task["query"])], max_tokens=5)
-    return 1.0
-
-
-KINDS = {
-    "functions": lambda gateway: {"rewards": length_reward},
-    "an environment": lambda gateway: {"env": lambda: one_turn_env(OneReward())},
-    "an agent": lambda gateway: {"agent": one_turn, "gateway": gateway},
-}
-"""What makes conversations -> arguments of a collector."""
-
-
-class Trainers:
-    """Senders and collectors of several trainers on one server."""
-
-    def __init__(self, fake, model, folder, stack):
-        self._fake, self._model = fake, model
-        self._folder, self._stack = folder, stack
-
-    def connect(self):
-        return self._stack.enter_context(AsyncSGLang.connect(self._fake.url))
-
-    def scheme(self, engine):
-        scheme = SGLangWeightSyncScheme(
-            engine, self._model, transport="disk", directory=self._folder
-        )
-        self._stack.callback(scheme.shutdown)
-        return scheme
-
-    def collector(self, engine, kind="functions", scheme=None, **options):
-        gateway = None
-        if kind == "an agent":
-            gateway = self._stack.enter_context(Gateway(engine))
-        collector = AsyncLLMCollector(
-            policy=SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 6}),
-            prompts=tasks(1000),
-            groups_per_batch=1,
-            weight_sync_schemes=None if scheme is None else {"policy": scheme},
-            **{"max_staleness": 0, **KINDS[kind](gateway), **options},
-        )
-        self._stack.callback(collector.shutdown)
-        return collector
-
-
-@pytest.fixture
-def trainers(fake, hf_model, tmp_path):
-    with ExitStack() as stack:
-        yield Trainers(fake, hf_model, tmp_path, stack)
 
 
 def warned(caplog) -> list[str]:
@@ -309,7 +286,7 @@ def test_one_trainer_is_not_taken_for_two(trainers, tiny_model_path, caplog, spa
     """Its own updates are known, whatever has sent them and whoever collects."""
     options = {"on_other_sender": "raise", "max_staleness": 2}
     with FakeServer(tiny_model_path, version_spans=spans) as fake:
-        trainers._fake = fake
+        trainers.fake = fake
         # An earlier run has left its weights.
         fake.weight_version = "21"
         engine = trainers.connect()
@@ -346,7 +323,7 @@ def test_one_trainer_is_not_taken_for_two(trainers, tiny_model_path, caplog, spa
     assert not warned(caplog)
 
 
-def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
+def test_versions_of_an_agents_tokens_are_the_collectors(trainers, fake):
     """Tokens that are not the policy's have none."""
 
     async def agent(task, *, base_url, api_key):
@@ -357,7 +334,7 @@ def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
         return 1.0
 
     fake.weight_version = "21"
-    trainer = run(fake)
+    trainer = Run(trainers)
     with Gateway(trainer.engine) as gateway:
         collector = AsyncLLMCollector(
             policy=trainer.collector.policy,
@@ -377,26 +354,23 @@ def test_versions_of_an_agents_tokens_are_the_collectors(run, fake):
     assert not own.all()
 
 
-def test_responses_between_resumption_and_count(fake, hf_model, tmp_path, monkeypatch):
+def test_responses_between_resumption_and_count(trainers, fake, monkeypatch):
     """Servers generate with new weights before the update that sent them returns."""
     fake.weight_version = "21"
-    engine = AsyncSGLang.connect(fake.url)
-    scheme = SGLangWeightSyncScheme(engine, transport="disk", directory=tmp_path)
+    engine = trainers.connect()
+    scheme = trainers.scheme(engine)
     sender = scheme.create_sender()
-    sender.register_model(hf_model)
     policy = SGLangWrapper(
         engine, generate_kwargs={"max_new_tokens": 6}, return_generation_info=True
     )
-    collector = AsyncLLMCollector(
+    collector = trainers.collector(
+        engine,
+        scheme=scheme,
         policy=policy,
-        prompts=tasks(1000),
-        rewards=length_reward,
-        group_size=1,
         groups_per_batch=4,
         max_staleness=1,
         max_in_flight=1,
         total_groups=4 * 8,
-        weight_sync_schemes={"policy": scheme},
     )
     count_of = {engine.weight_version: 0}
     count = type(sender)._count
@@ -417,13 +391,10 @@ def test_responses_between_resumption_and_count(fake, hf_model, tmp_path, monkey
         report = collector.update_policy_weights_()
         count_of[report.version] = collector.policy_version
     assert new > 0
-    collector.shutdown()
-    scheme.shutdown()
-    engine.shutdown()
 
 
-def test_an_update_that_fails_is_not_announced(run, fake, monkeypatch):
-    trainer = run(fake)
+def test_an_update_that_fails_is_not_announced(trainers, fake, monkeypatch):
+    trainer = Run(trainers)
     versions = trainer.collector._versions
 
     def fail(*args, **options):
@@ -439,23 +410,18 @@ def test_an_update_that_fails_is_not_announced(run, fake, monkeypatch):
     assert not begun, "No version began, which would end a deterministic collection."
 
 
-def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
+def test_weights_that_are_not_verified(trainers, fake, tmp_path, monkeypatch):
     """They generate nothing of this engine's, and have a count of their own."""
-    engine = AsyncSGLang.connect(fake.url)
-    scheme = SGLangWeightSyncScheme(
-        engine, hf_model, transport="disk", directory=tmp_path
-    )
+    engine = trainers.connect()
+    scheme = trainers.scheme(engine)
     recorder = RunRecorder(tmp_path / "recording")
-    collector = AsyncLLMCollector(
-        policy=SGLangWrapper(engine, generate_kwargs={"max_new_tokens": 6}),
-        prompts=tasks(4000),
-        rewards=length_reward,
-        group_size=1,
+    collector = trainers.collector(
+        engine,
+        scheme=scheme,
         groups_per_batch=4,
         max_staleness=1000,
         max_in_flight=1,
         recorder=recorder,
-        weight_sync_schemes={"policy": scheme},
     )
     sender, sent = scheme.create_sender(), []
 
@@ -485,8 +451,6 @@ def test_weights_that_are_not_verified(fake, hf_model, tmp_path, monkeypatch):
     assert collector.policy_version == collector._versions.of(report.version) == 2
     assert collector._versions.of("1") == 1
     collector.shutdown()
-    scheme.shutdown()
-    engine.shutdown()
     recorder.close()
     (run,) = read_runs([Recording.open(tmp_path / "recording")])
     updates = [(event["version"], event["transport"]) for event in run.updates]

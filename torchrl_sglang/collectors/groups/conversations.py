@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 from torchrl_sglang.chat.messages import Message, from_row, read_messages
 from torchrl_sglang.collectors.groups.endings import Endings, warn
 from torchrl_sglang.collectors.groups.tools import Tools, wants_calls_in_message
 from torchrl_sglang.collectors.groups.user_functions import check_call, name_of, naming
+from torchrl_sglang.collectors.runtime.contract import ConversationSetting
 from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.errors import ConfigurationError, TaskError
 from torchrl_sglang.policies.turns import ConversationTurn, EncodedPrompt, TurnCodec
-from torchrl_sglang.requests.seeds import SeedOf
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.texts import check_text
@@ -142,27 +141,13 @@ class Conversations:
         ]
 
     async def run(
-        self,
-        conversation: Conversation,
-        *,
-        session_id: str,
-        policy_version: Callable[[], int],
-        seed_of: SeedOf | None = None,
-        priority: int | None = None,
+        self, conversation: Conversation, setting: ConversationSetting
     ) -> None:
         """Runs a conversation to its end."""
-        respond = partial(
-            self._respond,
-            conversation,
-            session_id=session_id,
-            policy_version=policy_version,
-            seed_of=seed_of,
-            priority=priority,
-        )
         messages: list[Message] | None = []
         while messages is not None:
             conversation.messages.extend(messages)
-            if not await respond():
+            if not await self._respond(conversation, setting):
                 conversation.truncated = True
                 return
             messages = await self._reply(conversation)
@@ -201,13 +186,7 @@ class Conversations:
                 warn(function, error)
 
     async def _respond(
-        self,
-        conversation: Conversation,
-        *,
-        session_id: str,
-        policy_version: Callable[[], int],
-        seed_of: SeedOf | None,
-        priority: int | None,
+        self, conversation: Conversation, setting: ConversationSetting
     ) -> bool:
         """Adds a response; returns False if the context has no room for one."""
         turns = conversation.turns
@@ -216,7 +195,7 @@ class Conversations:
             prompt = self._codec.encode(conversation.messages, turns[-1])
             if not self._codec.fits(prompt):
                 return False
-        version = policy_version()
+        version, seed_of = setting.policy_version(), setting.seed_of
         self.generating.add(1)
         with span("turn", number=len(turns), policy_version=version):
             try:
@@ -224,8 +203,8 @@ class Conversations:
                     prompt,
                     sample=conversation.sample,
                     seed=seed_of and seed_of(len(turns), prompt.token_ids),
-                    session_id=session_id,
-                    priority=priority,
+                    session_id=setting.session_id,
+                    priority=setting.priority,
                     policy_version=version,
                     timeout=self._timeouts.turn,
                 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from torchrl_sglang.collectors.runtime.columns import (
     to_values,
 )
 from torchrl_sglang.collectors.runtime.contract import (
+    ConversationSetting,
     GroupKind,
     GroupMaker,
     GroupSetting,
@@ -42,7 +44,6 @@ from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
-from torchrl_sglang.requests.seeds import SeedOf, seeds_at
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
@@ -237,21 +238,15 @@ class EnvironmentGroupMaker(GroupMaker):
         """Returns the complete conversations about a task."""
         check_task(task, self._columns)
 
-        priority = self._setting.priority_of(position)
-
         async def one(sample: int) -> Episode:
-            seed_of = seeds_at(self._setting.seeds, position, sample)
+            setting = self.conversation_setting(position, sample, policy_version)
             async with turn():
-                return await self._run_episode(task, policy_version, seed_of, priority)
+                return await self._run_episode(task, setting)
 
         return await together(one(sample) for sample in range(self.size))
 
     async def _run_episode(
-        self,
-        task: Mapping[str, Any],
-        policy_version: Callable[[], int],
-        seed_of: SeedOf | None,
-        priority: int | None,
+        self, task: Mapping[str, Any], setting: ConversationSetting
     ) -> Episode:
         """Runs one conversation; its environment is not used again if it fails."""
         environment = await self._get()
@@ -259,10 +254,8 @@ class EnvironmentGroupMaker(GroupMaker):
         try:
             prompt = await self._use(environment, "reset", self._reset, task)
             while prompt is not None:
-                version = policy_version()
-                completion = await self._respond(
-                    prompt, len(episode), seed_of, priority
-                )
+                version = setting.policy_version()
+                completion = await self._respond(prompt, len(episode), setting)
                 row, prompt = await self._use(
                     environment, "stepped", self._step, prompt, completion
                 )
@@ -279,26 +272,22 @@ class EnvironmentGroupMaker(GroupMaker):
 
     async def _get(self) -> _Environment:
         """Returns an environment; one that comes too late is the next one's."""
-        lock = threading.Lock()
-        is_awaited, made = True, []
+        future: Future[_Environment] = Future()
 
         def get() -> None:
             environment = self._environments.get()
-            with lock:
-                if is_awaited:
-                    made.append(environment)
-                    return
-            self._environments.put(environment)
+            if future.set_running_or_notify_cancel():
+                future.set_result(environment)
+            else:
+                self._environments.put(environment)
 
         try:
             await self._call(get, "made")
         except BaseException:
-            with lock:
-                is_awaited = False
-            for environment in made:
-                self._environments.put(environment)
+            if not future.cancel():
+                self._environments.put(future.result())
             raise
-        return made[0]
+        return future.result()
 
     async def _use(
         self,
@@ -320,16 +309,14 @@ class EnvironmentGroupMaker(GroupMaker):
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
     async def _respond(
-        self,
-        prompt: _Observation,
-        turn: int,
-        seed_of: SeedOf | None,
-        priority: int | None,
+        self, prompt: _Observation, turn: int, setting: ConversationSetting
     ) -> Completion:
-        requests = [replace(request, priority=priority) for request in prompt.requests]
-        if seed_of is not None:
+        requests = [
+            replace(request, priority=setting.priority) for request in prompt.requests
+        ]
+        if setting.seed_of is not None:
             requests = [
-                _with_seed(request, seed_of(turn, request.input_ids))
+                _with_seed(request, setting.seed_of(turn, request.input_ids))
                 for request in requests
             ]
         self.generating.add(1)

@@ -32,7 +32,6 @@ from torchrl_sglang.collectors.runtime.contract import (
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.turns import TurnCodec
-from torchrl_sglang.requests.seeds import seeds_at
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
@@ -200,15 +199,10 @@ class FunctionGroupMaker(GroupMaker):
         async def one(conversation: Conversation) -> None:
             async with turn():
                 with span("conversation", sample=conversation.sample):
-                    await self._conversations.run(
-                        conversation,
-                        session_id=f"group-{position}",
-                        policy_version=policy_version,
-                        seed_of=seeds_at(
-                            self._setting.seeds, position, conversation.sample
-                        ),
-                        priority=self._setting.priority_of(position),
+                    setting = self.conversation_setting(
+                        position, conversation.sample, policy_version
                     )
+                    await self._conversations.run(conversation, setting)
 
         try:
             await together(one(conversation) for conversation in group)

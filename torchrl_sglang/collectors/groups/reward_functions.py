@@ -20,7 +20,11 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torchrl_sglang.collectors.groups.conversations import Conversation
-from torchrl_sglang.collectors.groups.user_functions import check_call, name_of
+from torchrl_sglang.collectors.groups.user_functions import (
+    check_call,
+    name_of,
+    parameters_of,
+)
 from torchrl_sglang.errors import ConfigurationError
 
 RewardFunctions: TypeAlias = (
@@ -111,7 +115,7 @@ def _read(
         )
     spelt = name_of(function) if name.isdigit() else name
     role = f"The reward function {spelt!r}"
-    parameters = _parameters(function)
+    parameters = parameters_of(function)
     call: Callable[..., Any] = function
     if "completions" in parameters:
         _refuse_trainer(role, parameters)
@@ -164,21 +168,13 @@ def _refuse_foreign(
         )
 
 
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # Some built-in functions have no signature.
-        return {}
-
-
 class _Adapted:
     """Calls a function with other arguments."""
 
     def __init__(self, function: Callable[..., Any], role: str) -> None:
         self._function = function
         self._role = role
-        self._parameters = _parameters(function)
+        self._parameters = parameters_of(function)
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         self._required = [
             name

@@ -21,7 +21,11 @@ from torchrl_sglang.chat.tool_calls import (
     find_calls,
     written_ids,
 )
-from torchrl_sglang.collectors.groups.user_functions import name_of, naming
+from torchrl_sglang.collectors.groups.user_functions import (
+    name_of,
+    naming,
+    parameters_of,
+)
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.texts import replace_halves
@@ -275,7 +279,7 @@ class Tools:
             bound = {str(name): value for name, value in dict(call.args or {}).items()}
             if CONVERSATION in bound:
                 raise TypeError(f"{call.tool}() has no argument {CONVERSATION!r}")
-            if _takes_conversation(function):
+            if CONVERSATION in parameters_of(function):
                 bound[CONVERSATION] = conversation
             value = await blocking.call(function, seconds=seconds, **bound)
             text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -284,14 +288,6 @@ class Tools:
         except Exception as error:  # noqa: BLE001 - A tool raises anything.
             text = f"Error: {describe(error)}"
         return replace_halves(text)
-
-
-def _takes_conversation(function: Callable[..., Any]) -> bool:
-    try:
-        return CONVERSATION in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # Some built-in functions have no signature.
-        return False
 
 
 def _by_their_names(given: Iterable[Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torchrl_sglang.collectors.runtime.stats import Meter
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.collectors.timeouts import CollectorTimeouts
 from torchrl_sglang.observer import ResponseRecord
-from torchrl_sglang.requests.seeds import SampleSeeds
+from torchrl_sglang.requests.seeds import SampleSeeds, SeedOf, seeds_at
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.types import Completion
 
@@ -43,6 +43,20 @@ class GroupSetting:
     def priority_of(self, position: int) -> int | None:
         """Returns the priority of a group's requests, by the position of its prompt."""
         return -position if self.oldest_first else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConversationSetting:
+    """Settings of a conversation's requests."""
+
+    session_id: str
+    """Session of a router, the same for all conversations of a group."""
+    policy_version: Callable[[], int]
+    """Returns the number of weight updates so far."""
+    seed_of: SeedOf | None = None
+    """Returns the seed of a response; ``None`` for the policy's."""
+    priority: int | None = None
+    """Priority in a server's queue."""
 
 
 class GroupKind(abc.ABC):
@@ -104,6 +118,17 @@ class GroupMaker(abc.ABC):
             policy_version: returns the number of weight updates so far.
             turn: makes an async context manager.
         """
+
+    def conversation_setting(
+        self, position: int, sample: int, policy_version: Callable[[], int]
+    ) -> ConversationSetting:
+        """Returns the settings of a conversation's requests."""
+        return ConversationSetting(
+            session_id=f"group-{position}",
+            policy_version=policy_version,
+            seed_of=seeds_at(self._setting.seeds, position, sample),
+            priority=self._setting.priority_of(position),
+        )
 
     @abc.abstractmethod
     def turns(self, group: Any) -> Iterable[tuple[Completion, int]]:
