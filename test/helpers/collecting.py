@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 import torch
-from tensordict import lazy_stack
+from tensordict import NestedKey, lazy_stack
+from torchrl.data import Unbounded
 from torchrl.data.llm import History
 from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
@@ -57,6 +58,16 @@ async def ask_gateway(
             return (await response.json())["choices"][0]["message"]
 
 
+async def talk(
+    base_url: str, api_key: str, question: str, turns: int, **body: Any
+) -> None:
+    """Holds a conversation of several turns as an agent does."""
+    messages = [user(question)]
+    for _ in range(turns):
+        reply = await ask_gateway(base_url, api_key, messages, **body)
+        messages += [reply, user("Go on.")]
+
+
 def with_lengths(prompts: Any) -> Any:
     """Returns conversations with the length of their last message from a user."""
     replies = [f"length {len(prompt.content[-1])}" for prompt in prompts.unbind(0)]
@@ -66,6 +77,28 @@ def with_lengths(prompts: Any) -> Any:
             for prompt, text in zip(prompts.unbind(0), replies, strict=True)
         ]
     )
+
+
+class LengthReply(Transform):
+    """Answers every message of the assistant with its length, as a user."""
+
+    def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
+        history = next_tensordict["history"]
+        history.prompt = with_lengths(history.prompt)
+        return next_tensordict
+
+
+class Declare(Transform):
+    """Declares the log-probs that RetrieveLogProb writes and does not declare."""
+
+    def __init__(self, *keys: NestedKey) -> None:
+        super().__init__()
+        self.declared = keys
+
+    def transform_observation_spec(self, observation_spec: Any) -> Any:
+        for key in self.declared:
+            observation_spec[key] = Unbounded(shape=(*observation_spec.shape, -1))
+        return observation_spec
 
 
 class OneReward(Transform):

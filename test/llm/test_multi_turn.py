@@ -8,23 +8,13 @@ import string
 
 import pytest
 import torch
-from helpers.collecting import with_lengths
+from helpers.collecting import LengthReply
 from tensordict import TensorDict
-from torchrl.envs import Transform
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import SGLangWrapper
 
 TURNS = 3
-
-
-class Tool(Transform):
-    """Answers every assistant message with its length."""
-
-    def _step(self, tensordict, next_tensordict):
-        history = next_tensordict["history"]
-        history.prompt = with_lengths(history.prompt)
-        return next_tensordict
 
 
 @pytest.mark.parametrize(
@@ -42,7 +32,7 @@ def test_tool_use(engine, tokenizer, with_tokenizer, pad_output):
         tokenizer=tokenizer,
         input_mode="history",
         with_tokenizer=with_tokenizer,
-    ).append_transform(Tool())
+    ).append_transform(LengthReply())
     digit = tokenizer.convert_tokens_to_ids("1")
     policy = SGLangWrapper(
         engine,

@@ -13,7 +13,7 @@ import threading
 import cloudpickle
 import pytest
 import torch
-from helpers.collecting import with_lengths
+from helpers.collecting import Declare, with_lengths
 from helpers.log_probs import TOLERANCE
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
@@ -328,19 +328,6 @@ def test_collector_of_a_pool(engine, tokenizer, score, form, buffered):
 
 
 # --- KL -------------------------------------------------------------------------
-
-
-class Declare(Transform):
-    """Declares the log-probs that RetrieveLogProb writes and does not declare."""
-
-    def __init__(self, *keys):
-        super().__init__()
-        self.declared = keys
-
-    def transform_observation_spec(self, observation_spec):
-        for key in self.declared:
-            observation_spec[key] = Unbounded(shape=(*observation_spec.shape, -1))
-        return observation_spec
 
 
 class NoReward(Transform):

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 import torch
-from helpers.collecting import ask_gateway, tasks, user
+from helpers.collecting import ask_gateway, talk, tasks, user
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_sglang import (
@@ -28,10 +28,7 @@ class Agent:
 
     async def __call__(self, task, *, base_url, api_key):
         self.runs += 1
-        messages = [user(task["query"])]
-        for _ in range(2):
-            reply = await ask_gateway(base_url, api_key, messages, max_tokens=5)
-            messages += [reply, user("Go on.")]
+        await talk(base_url, api_key, task["query"], turns=2, max_tokens=5)
         return float(task["answer"])
 
 

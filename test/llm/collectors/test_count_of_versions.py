@@ -19,6 +19,7 @@ from helpers.collecting import (
     ask_gateway,
     length_reward,
     one_turn_env,
+    talk,
     tasks,
     user,
 )
@@ -327,10 +328,7 @@ def test_versions_of_an_agents_tokens_are_the_collectors(trainers, fake):
     """Tokens that are not the policy's have none."""
 
     async def agent(task, *, base_url, api_key):
-        messages = [user(task["query"])]
-        for _ in range(2):
-            reply = await ask_gateway(base_url, api_key, messages, max_tokens=5)
-            messages += [reply, user("Go on.")]
+        await talk(base_url, api_key, task["query"], turns=2, max_tokens=5)
         return 1.0
 
     fake.weight_version = "21"

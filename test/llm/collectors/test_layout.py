@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.collecting import with_lengths
+from helpers.collecting import LengthReply
 from tensordict import NonTensorData, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import Composite, Unbounded
@@ -33,15 +33,6 @@ class LengthReward(Transform):
         return reward_spec
 
 
-class Reply(Transform):
-    """Says the length of the last message, as a user."""
-
-    def _step(self, tensordict, next_tensordict):
-        history = next_tensordict["history"]
-        history.prompt = with_lengths(history.prompt)
-        return next_tensordict
-
-
 async def step(conversation, task):
     conversation.turns[-1].reward = float(len(conversation.response))
     return f"length {len(conversation.response)}"
@@ -55,7 +46,7 @@ def expected(policy, tokenizer, turns, group_size) -> TensorDictBase:
         [batch] * 4, tokenizer=tokenizer, batch_size=(num_envs,), repeats=group_size
     )
     env.append_transform(StepCounter(max_steps=turns))
-    env.append_transform(Reply())
+    env.append_transform(LengthReply())
     env.append_transform(LengthReward())
     collector = LLMCollector(
         env,
@@ -73,7 +64,7 @@ def make_chat_env(tokenizer, turns) -> ChatEnv:
     """The same environment for one conversation, which is given its tasks."""
     env = ChatEnv(batch_size=(1,), tokenizer=tokenizer)
     env = env.append_transform(StepCounter(max_steps=turns))
-    env.append_transform(Reply())
+    env.append_transform(LengthReply())
     return env.append_transform(LengthReward())
 
 

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 from helpers import killed_runs
-from helpers.collecting import ask_gateway, begin, length_reward, tasks, user
+from helpers.collecting import begin, length_reward, talk, tasks
 from helpers.forked_starts import trainer_python
 from helpers.log_probs import TOLERANCE, score
 from helpers.waiting import wait_until
@@ -133,11 +133,8 @@ def test_agents_through_weight_updates(restored_engine, models, scheme):
     """Each token's log-prob is that of the version that the row says, to the bound."""
 
     async def agent(task, *, base_url, api_key):
-        messages = [user(task["query"])]
         options = {"max_tokens": 12, "ignore_eos": True}
-        for _ in range(3):
-            reply = await ask_gateway(base_url, api_key, messages, **options)
-            messages += [reply, user("Go on.")]
+        await talk(base_url, api_key, task["query"], turns=3, **options)
         return float(len(task["query"]))
 
     first = int(scheme.create_sender().update_weights(models[0]).version)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.collecting import Declare
 from tensordict import TensorDictBase
 from torchrl.data import (
     LazyStackStorage,
@@ -165,15 +166,6 @@ class Reward(Transform):
         return reward_spec
 
 
-class Declare(Transform):
-    """Declares the log-probs that RetrieveLogProb writes and does not declare."""
-
-    def transform_observation_spec(self, observation_spec):
-        for key in (GEN, REF):
-            observation_spec[key] = Unbounded(shape=(*observation_spec.shape, -1))
-        return observation_spec
-
-
 def check_kl(batch: TensorDictBase) -> None:
     """Each token has a penalty, and it is in the reward."""
     for row in batch["next"].unbind(0):
@@ -231,7 +223,7 @@ def test_kl_in_environments(make, update, actor, reference_model, tokenizer, kin
         env = env.append_transform(StepCounter(max_steps=1)).append_transform(Reward())
         if kind == "reward":
             return env.append_transform(KLRewardTransform(reference, coef=COEFFICIENT))
-        return env.append_transform(Declare()).append_transform(
+        return env.append_transform(Declare(GEN, REF)).append_transform(
             RetrieveKL(
                 "from_collector", reference, assistant_only=False, coeff=COEFFICIENT,
                 gen_log_probs_full_key=GEN, ref_log_probs_full_key=REF,
