@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
+from torchrl_sglang.collectors.runtime.columns import ends
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.trajectories import Trajectory
 from torchrl_sglang.gateway.turns import Turn
@@ -99,10 +100,10 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
         "policy_version": written.min()
         if written.numel()
         else torch.tensor(NO_VERSION),
-        **_ends(value=False),
+        **ends(),
     }
     reward = 0.0 if trajectory.reward is None else trajectory.reward
-    following = {"reward": torch.full((1, 1), reward), **_ends(value=last)}
+    following = {"reward": torch.full((1, 1), reward), **ends(terminated=last)}
     return outputs.unchecked({**root, "next": outputs.unchecked(following)})
 
 
@@ -194,11 +195,3 @@ def _history(trajectory: Trajectory) -> dict[str, Any]:
 
 def _conversation(messages: Sequence[Any]) -> Any:
     return outputs.to_history(list(messages))
-
-
-def _ends(*, value: bool) -> dict[str, torch.Tensor]:
-    return {
-        "done": torch.full((1,), value),
-        "terminated": torch.full((1,), value),
-        "truncated": torch.zeros(1, dtype=torch.bool),
-    }

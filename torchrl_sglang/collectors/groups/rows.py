@@ -20,6 +20,7 @@ from torchrl_sglang.collectors.runtime.columns import (
     ROW_COLUMNS,
     TURN_COLUMNS,
     check_names,
+    ends,
 )
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
@@ -85,7 +86,7 @@ class GroupWriter:
         rewards = {"reward": turn.reward, **(conversation.rewards if is_last else {})}
         following = {
             "history": to_prompt(to_history(messages)),
-            **_ends(
+            **ends(
                 terminated=is_last and not conversation.truncated,
                 truncated=is_last and conversation.truncated,
             ),
@@ -96,7 +97,7 @@ class GroupWriter:
         }
         root = {
             **task,
-            **_ends(terminated=False, truncated=False),
+            **ends(),
             "step_count": torch.full((1,), number),
             "policy_version": version,
             POLICY_VERSIONS: of_tokens,
@@ -108,11 +109,3 @@ class GroupWriter:
             if not isinstance(key, str):
                 row.set(key, value)
         return row
-
-
-def _ends(*, terminated: bool, truncated: bool) -> dict[str, torch.Tensor]:
-    return {
-        "done": torch.full((1,), terminated or truncated),
-        "terminated": torch.full((1,), terminated),
-        "truncated": torch.full((1,), truncated),
-    }

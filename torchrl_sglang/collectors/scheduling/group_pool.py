@@ -173,9 +173,7 @@ class GroupPool(Generic[T]):
 
     def end_of_prompts(self, position: int) -> None:
         """There is no prompt at this position, nor behind it."""
-        del self._running[position]
-        self.pace.end(position, complete=False)
-        self.close([position])
+        self.give_up(position, retry=False)
         self.order.end(position)
         self.exhausted = True
 
