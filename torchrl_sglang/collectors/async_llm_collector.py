@@ -506,13 +506,12 @@ class AsyncLLMCollector(GroupCollector):
             position, still_open = int(order["next"]), list(order["open"])
             prompts = dict(state_dict["prompts"])
             frames, batches = int(state_dict["frames"]), int(state_dict["batches"])
-            # States of earlier releases have none.
-            seed = state_dict.get("seed", self._seeds.run)
+            seed = int(state_dict["seed"])
         # Reads the user's prompts, which raise any error.
         self._prompts.resume(prompts, position, still_open)
         with _state_of_a_collector():
             pool.load_state_dict(state_dict["pool"])
-        self._seeds.run = int(seed)
+        self._seeds.run = seed
         self._batches.frames, self._batches.batches = frames, batches
         self._versions.restart(pool.version)
         self._consumer_version.set(pool.version)
