@@ -154,29 +154,6 @@ def test_order_alone_without_seeds(collect, tiny_model_path, make):
             assert all("sampling_seed" not in p for p in payload["sampling_params"])
 
 
-def test_order_on_a_real_server(engine, make):
-    kwargs = {"max_new_tokens": 6, "temperature": 0.0}
-
-    def run(order):
-        collector = make(
-            policy=SGLangWrapper(engine, generate_kwargs=kwargs),
-            prompts=tasks(PROMPTS),
-            rewards=reward,
-            step=delayed(order),
-            group_size=2,
-            total_groups=6,
-            max_staleness=0,
-            deterministic=True,
-            max_in_flight=order,
-        )
-        # What is computed beside it changes last bits of a log-prob on CPU.
-        return [[row[:2] for row in contents(batch)] for batch in collector]
-
-    first = run(1)
-    assert len(first) == 3
-    assert run(4) == first
-
-
 def test_servers_that_ignore_seeds_are_refused(make, tiny_model_path):
     with (
         FakeServer(tiny_model_path) as plain,
