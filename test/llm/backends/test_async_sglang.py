@@ -769,10 +769,10 @@ def test_a_process_forked_in_a_weight_update_may_update(fake_engine):
     """The update is the parent's; nobody would end it in the child."""
 
     def use():
-        with fake_engine._alone():
+        with fake_engine.weight_update():
             pass
 
-    with fake_engine._alone():
+    with fake_engine.weight_update():
         child = get_context("fork").Process(target=use)
         child.start()
         child.join(30)
