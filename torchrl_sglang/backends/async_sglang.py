@@ -95,10 +95,8 @@ from torchrl_sglang.types import (
 )
 
 MAX_IN_FLIGHT = 2048
-"""Default for the most in-flight requests of an engine."""
 
 MAX_RESTARTS = 3
-"""Default for the number of restarts of a server."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,6 @@ from torchrl_sglang.errors import (
 from torchrl_sglang.types import DraftUpdate, PauseMode, ServerCapabilities, WeightRoute
 
 CONTROL_TIMEOUT_SECONDS = 60.0
-"""Default timeout of a control call."""
 
 QUERY_TIMEOUT_SECONDS = 10.0
 

@@ -66,7 +66,6 @@ ERROR_BODY_CHARACTERS = 2000
 """Quoted characters of an error's body in a message."""
 
 _CLOSING = collections.deque[concurrent.futures.Future[None]](maxlen=64)
-"""The latest closing sessions."""
 
 Method = Literal["GET", "POST", "PUT", "DELETE"]
 T = TypeVar("T")

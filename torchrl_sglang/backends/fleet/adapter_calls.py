@@ -29,10 +29,8 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import ServerCapabilities
 
 MOST_ASKED = 16
-"""Number of servers to poll per discovery."""
 
 UNLOAD_SECONDS = 60.0
-"""Timeout for servers to drop an adapter."""
 
 T = TypeVar("T")
 

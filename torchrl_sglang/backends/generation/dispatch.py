@@ -42,7 +42,6 @@ from torchrl_sglang.support.user_code import carried_errors
 from torchrl_sglang.types import Adapter, Completion, ServerCapabilities
 
 MAX_ATTEMPTS = 5
-"""Default for how often a request is sent."""
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """A router with a keyed policy sends requests with equal values of this header to one

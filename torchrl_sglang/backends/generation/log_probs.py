@@ -14,10 +14,10 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion, ServerCapabilities
 
 PROBE_TEMPERATURE = 1e4
-"""Divided by it, the logits of any model are all alike."""
+"""Temperature at which the logits of any model are all alike."""
 
 PROBE_BIAS = 20.0
-"""Of a token, so that no logits that are not divided are alike."""
+"""Bias of a token, without which undivided logits may be alike."""
 
 PROBE_MARGIN = 0.2
 """Distance of the top log-prob of undivided logits above that of equal ones."""

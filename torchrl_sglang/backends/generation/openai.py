@@ -27,12 +27,12 @@ from torchrl_sglang.support.checks import check_mapping, check_seconds
 
 KEPT_BY_ROUTER = frozenset({"/v1/completions"})
 """Paths whose requests sglang-router 0.3.2 passes on whole. Of a chat it drops, with
-status 200, what is not OpenAI's own: the request's name, which an abort needs, its key
+status 200, fields outside OpenAI's: the request's name, which an abort needs, its key
 of the prefix cache, and ``return_routed_experts``, ``return_sampling_mask``,
 ``return_meta_info``, ``stop_regex``, ``cache_salt``, ``priority`` and thirty more."""
 
 FINISHED = ("stop", "length", "tool_calls", "function_call", "content_filter")
-"""``finish_reason`` of a choice that is whole."""
+"""Values of ``finish_reason`` of a complete choice."""
 
 ANSWERED_BY = {
     "return_hidden_states": "hidden_states",
@@ -40,11 +40,11 @@ ANSWERED_BY = {
     "return_routed_experts": "routed_experts",
     "return_sampling_mask": "output_token_sampling_mask",
 }
-"""Field that asks for something -> field of the answer that has it."""
+"""Field of a request -> field of the answer that it adds."""
 
 
 _Attempt: TypeAlias = tuple[Any, str, ServedWeights]
-"""Content of an answer, server or router that it is from, weights when it was sent."""
+"""Content of an answer, its server or router, and the weights at its dispatch."""
 
 
 async def post_openai(

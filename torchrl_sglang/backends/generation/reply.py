@@ -41,7 +41,7 @@ from torchrl_sglang.types import (
 )
 
 NAN_STOP = "NaN happened"
-"""The stop text that SGLang reports when it sampled from logits that are NaN."""
+"""SGLang's stop text after sampling from NaN logits."""
 
 ABORTED_EARLY = "Aborted by AbortReq"
 """Message of SGLang, with status 400, for a request that was aborted before its grammar

@@ -25,7 +25,6 @@ _GPU_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 _SIZES = ("tp_size", "pp_size", "dp_size", "nnodes")
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Variable with the visible GPUs of a process."""
 
 
 def devices_per_server(arguments: Mapping[str, Any]) -> int:

@@ -32,7 +32,6 @@ from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.urls import LOOPBACK
 
 PROGRESS_SECONDS = 10.0
-"""Interval between log lines on the pending starts."""
 
 MOST_TOLD = 4
 """Most servers with such a log line; a remote server's log is fetched for it."""

@@ -24,7 +24,6 @@ PYTHON_VARIABLE = "TORCHRL_SGLANG_PYTHON"
 """Environment variable with the path of another interpreter for SGLang."""
 
 INSTALL_COMMAND = "python -m torchrl_sglang.cli.cpu.install"
-"""Command for the environment."""
 
 
 def check_version(version: str) -> str:

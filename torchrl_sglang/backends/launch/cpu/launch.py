@@ -27,7 +27,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 PARENT_PID_VARIABLE = "TORCHRL_SGLANG_PARENT_PID"
-"""Variable with the id of this process's parent."""
 
 KERNEL_PACKAGE = "sgl_kernel"
 """SGLang's compiled kernels; there is no wheel for CPU."""
