@@ -199,7 +199,6 @@ def _to_token_ids(
     input_ids: Sequence[int] | Sequence[Sequence[int]] | None,
     get_tokenizer: Callable[[], Any],
 ) -> list[Sequence[int]]:
-    """Returns the token ids of each prompt."""
     if prompts is None and input_ids is None:
         raise ConfigurationError("Must provide either prompts or input_ids.")
     if prompts is not None and input_ids is not None:
@@ -235,7 +234,6 @@ def _read_prompts(
 
 
 def _read_prompt(index: int, prompt: Any) -> str | Sequence[int]:
-    """Returns a text, or the token ids that vLLM's mapping has."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, Mapping):
@@ -259,7 +257,6 @@ def _read_prompt(index: int, prompt: Any) -> str | Sequence[int]:
 
 
 def _to_list(value: Any) -> Any:
-    """Returns a tensor or an array as Python lists or numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
@@ -277,7 +274,6 @@ def _for_each(value: Any, size: int, name: str) -> list[Any]:
 
 
 def _merge(sampling_params: Any, keywords: Mapping[str, Any]) -> Any:
-    """Returns sampling parameters with those that were given as keywords."""
     if not keywords:
         return {} if sampling_params is None else sampling_params
     if isinstance(sampling_params, (list, tuple)):

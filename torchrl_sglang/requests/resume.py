@@ -152,7 +152,6 @@ def cut(
 
 
 def _truncate(completion: Completion, size: int) -> Completion:
-    """Truncates a response to its first ``size`` tokens."""
     return replace(
         completion,
         versions=tuple(

@@ -341,7 +341,6 @@ def check_each(
 
 
 def _resolve(name: Any, value: Any) -> str:
-    """Returns SGLang's name of a parameter."""
     if name == "n":
         raise ConfigurationError(
             f"n={value!r} is not sent to the engine; repeat the prompt instead "

@@ -30,8 +30,6 @@ P = ParamSpec("P")
 
 @dataclass(eq=False, slots=True)
 class _ThreadCall:
-    """A call and its result."""
-
     function: Callable[[], Any]
     future: Future[Any] = field(default_factory=Future)
     start: float | None = None

@@ -36,7 +36,6 @@ T = TypeVar("T")
 
 
 async def _answer(call: Awaitable[T], default: T) -> T:
-    """Returns a server's answer, or the default on an error."""
     try:
         return await call
     except SGLangError as error:

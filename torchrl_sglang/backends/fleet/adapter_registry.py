@@ -124,7 +124,6 @@ class AdapterRegistry:
             self._select(name)
 
     def _select(self, name: str | None) -> Adapter | None:
-        """Returns the adapter that a request selects."""
         state = self._known
         selected = state.default if name is None else name
         if not selected:

@@ -432,7 +432,6 @@ class Supervisor:
             await self._recall_lost(fleet)
 
     async def _route(self, fleet: Fleet, router: RouterHandle, route: Route) -> None:
-        """Adds servers to the router and removes others."""
 
         async def change(url: str) -> None:
             removes = url in route.remove

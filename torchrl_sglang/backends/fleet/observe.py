@@ -98,7 +98,6 @@ def _tell(actions: Sequence[Action]) -> None:
 async def _ask_all(
     replicas: Sequence[Replica], find: Find
 ) -> list[ServerCapabilities | Exception]:
-    """Returns each server's capabilities, or its error."""
     fewest = len(replicas)
 
     async def ask(replica: Replica) -> ServerCapabilities | Exception:

@@ -260,7 +260,6 @@ class SleepControl:
 
 
 def _among(fleet: Fleet, ranks: Sequence[int]) -> list[Replica]:
-    """Returns the current replicas with these ranks."""
     replicas = map(fleet.state.find, ranks)
     return [replica for replica in replicas if replica is not None]
 

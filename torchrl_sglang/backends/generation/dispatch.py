@@ -305,7 +305,6 @@ class Dispatcher:
 
 
 def _trace(traced: OpenSpan, outcome: Outcome) -> None:
-    """Writes an outcome into the span of its request."""
     if isinstance(outcome, Completion):
         traced.set(
             gen_ai__usage__output_tokens=len(outcome.token_ids),

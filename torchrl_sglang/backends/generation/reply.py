@@ -210,8 +210,6 @@ def parse_completion(
 
 
 class _Reader:
-    """Reads a reply and checks it."""
-
     def __init__(
         self,
         reply: Reply,
@@ -360,7 +358,6 @@ class _Reader:
         return entries
 
     def _read_columns(self) -> tuple[dict[str, TokenValues], dict[str, TokenValues]]:
-        """Returns the columns of the response and of the prompt."""
         request, capabilities = self._request, self._plan.capabilities
         length = len(self._token_ids)
         prompt_length = len(request.input_ids) - request.columns_from

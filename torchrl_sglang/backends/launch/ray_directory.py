@@ -76,8 +76,6 @@ class RayDirectory:
 
 
 class _Addresses:
-    """The actor."""
-
     def __init__(self) -> None:
         self._urls: tuple[str, ...] = ()
 

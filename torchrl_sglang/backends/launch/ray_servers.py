@@ -486,7 +486,6 @@ class RayServer:
 
 
 def _call(actor: Any, method: str, *args: Any) -> Future[Any]:
-    """Begins a call of an actor's method."""
     future: Future[Any] = getattr(actor, method).remote(*args).future()
     return future
 

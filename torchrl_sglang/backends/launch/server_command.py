@@ -316,7 +316,6 @@ def _find_packages(
 
 
 def _check_memory_saver(python: str, environment: Mapping[str, str]) -> None:
-    """Refuses servers with sleep enabled if its package is missing."""
     if _find_packages(python, environment, "torch_memory_saver") == []:
         raise ConfigurationError(
             f"enable_memory_saver=True (which colocated=True sets) lets servers sleep, "

@@ -196,7 +196,6 @@ def check_kind(config: Mapping[str, Any]) -> None:
 
 
 def _check_folder(folder: Path, args: ServerArgs) -> None:
-    """Checks the configuration of an adapter read by the servers themselves."""
     try:
         config = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, ValueError):
@@ -278,7 +277,6 @@ def _pair(
 
 
 def _problems(module: str, pair: Pair, rank: int, served: ModelMetadata) -> list[str]:
-    """Returns the problems of a module's tensors."""
     embedding = "embedding_A" in pair
     sides = ("embedding_A", "embedding_B") if embedding else ("A", "B")
     missing = [side for side in sides if side not in pair]

@@ -208,7 +208,6 @@ class CopyRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_view(func: Any) -> bool:
-    """Returns whether an operator only returns views."""
     returns = func._schema.returns
     aliases = [value.alias_info for value in returns]
     return bool(aliases) and all(a is not None and not a.is_write for a in aliases)
