@@ -22,7 +22,6 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def start_fakes(tiny_model_path: str) -> Iterator[Callable[..., list[FakeServer]]]:
-    """Starts several fake servers with the same arguments."""
     with ExitStack() as stack:
 
         def start(count: int, **arguments: object) -> list[FakeServer]:
@@ -34,7 +33,6 @@ def start_fakes(tiny_model_path: str) -> Iterator[Callable[..., list[FakeServer]
 
 @pytest.fixture
 def capabilities() -> ServerCapabilities:
-    """Those of a small server, for pure functions."""
     return ServerCapabilities(
         version="0.5.23",
         model_path="/models/small",

@@ -45,7 +45,6 @@ LONG = {"max_new_tokens": 2000, "ignore_eos": True}
 
 
 def prompts(count: int, longest: int = 60) -> list[list[int]]:
-    """Prompts of different tokens and lengths."""
     random = torch.Generator().manual_seed(count)
     lengths = torch.randint(1, longest, (count,), generator=random).tolist()
     return [
@@ -72,7 +71,6 @@ def generate(engine, input_ids, params=FOUR, **options):
 
 
 def wait_until_idle(engine) -> None:
-    """Waits until the server computes nothing any more."""
     deadline = time.monotonic() + 30
     while run_sync(engine.control.running_requests()):
         assert time.monotonic() < deadline, "The server goes on computing."

@@ -32,7 +32,6 @@ class Fixed:
 
 @pytest.fixture
 def two(tiny_model_path):
-    """A control plane of two servers, and the servers."""
     http = HttpClient()
     with FakeServer(tiny_model_path) as one, FakeServer(tiny_model_path) as other:
         with AsyncSGLang.connect(one.url) as engine:

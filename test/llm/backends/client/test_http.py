@@ -264,8 +264,6 @@ def test_a_payload_that_json_cannot_encode(client, fake, payload, words):
 
 
 class _Raises:
-    """A session whose requests fail as they are told to."""
-
     closed = False
 
     def __init__(self, error: Exception) -> None:
@@ -550,7 +548,6 @@ def test_an_event_of_any_length_is_read_in_linear_time(client):
 
 
 def sockets_to(url: str) -> Iterator[socket.socket]:
-    """Yields this process's connections to a server."""
     port = int(url.rpartition(":")[2])
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -584,7 +581,6 @@ def test_a_connection_to_a_machine_that_is_gone_breaks(fake_engine, fake):
 
 
 def test_requests_to_a_server_that_is_given_up(fake):
-    """Those that began before fail, and others are left alone."""
     http = HttpClient()
 
     async def run() -> list[object]:

@@ -103,7 +103,6 @@ def test_code_is_not_run_unless_it_is_trusted_and_the_advice_works(own_model):
 
 
 def test_a_wrapper_trusts_a_tokenizer_as_its_engine_does(own_model, tiny_model_path):
-    """By name, whatever model is served."""
     with (
         FakeServer(tiny_model_path) as server,
         AsyncSGLang.connect(server.url, trust_remote_code=True) as trusting,

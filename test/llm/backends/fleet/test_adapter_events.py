@@ -67,7 +67,6 @@ class Engine:
         return self.state.adapters
 
     def tell(self, event: Event) -> list[Any]:
-        """Returns what is to be loaded or dropped, and what is logged."""
         self.state, actions = reconcile(self.state, event, self.now)
         kinds = (LoadAdapter, DropAdapter, Tell)
         return [each for each in actions if isinstance(each, kinds)]

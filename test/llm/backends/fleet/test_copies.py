@@ -119,7 +119,6 @@ def test_a_server_that_leaves_during_a_copy_s_update(launched, copied):
 def test_chats_of_a_copy_have_the_key_of_the_weights(
     stack, copied, send, tiny_model_path
 ):
-    """From the answer on that tells of newer ones."""
     server = stack.enter_context(FakeServer(tiny_model_path))
     engine = stack.enter_context(AsyncSGLang.connect(server.url))
     keys: list[str] = []

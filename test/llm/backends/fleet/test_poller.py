@@ -48,7 +48,6 @@ def engine(three):
 
 
 def watches(engine) -> bool:
-    """Whether the engine still looks at its servers now and then."""
     return not engine._supervisor._tasks["watch"].done()
 
 

@@ -42,8 +42,6 @@ def nodes() -> Iterator[tuple[Any, list[Any]]]:
 
 
 class Holder:
-    """An actor that has a copy of an engine."""
-
     def __init__(self, engine: AsyncSGLang) -> None:
         self.engine = engine
 

@@ -79,8 +79,6 @@ MOST_LOADED = 3
 
 @dataclass(eq=False)
 class Server:
-    """A server as it is, whatever is known of it."""
-
     url: str
     start_id: str
     version: str = "default"
@@ -330,7 +328,6 @@ class World:
         )
 
     def ask(self) -> None:
-        """Polls a server; of an own one, the answer may be late."""
         rank = self.pick()
         if self.state.replicas[rank] not in self.state.to_poll:
             return
@@ -423,7 +420,6 @@ class World:
         return not self.calm and self.random.random() < often
 
     def load(self) -> None:
-        """Begins to load an adapter into every server that runs."""
         if self.state.adapters.loading is not None:
             return
         self.list_held()
@@ -443,7 +439,6 @@ class World:
         return f"{self.random.choice('abc')}{mark}#{self.loads:x}"
 
     def list_held(self) -> dict[int, frozenset[str]]:
-        """Asks the servers what they hold."""
         found = {}
         for replica, server in zip(self.state.replicas, self.servers, strict=True):
             at_hand = server.alive and server.reached and server.url == replica.url
@@ -503,7 +498,6 @@ class World:
         self.apply(AdapterDropped(served_as=call.served_as, kept=kept))
 
     def request(self) -> None:
-        """A request is sent, to any server that serves."""
         state = self.state
         ranks = [each.rank for each in state.replicas if each.state == "serving"]
         if not ranks or not state.adapters.wanted or not state.generates:

@@ -38,7 +38,6 @@ class Handle:
         self._over = threading.Event()
 
     def end(self, error: Exception | None = None) -> None:
-        """Ends the start."""
         if not self._over.is_set():
             self.error = error
             self._over.set()
@@ -69,13 +68,11 @@ def first(fleet: Fleet) -> Replica:
 
 @pytest.fixture
 def starts() -> list[Handle]:
-    """The handles of the server, in the order of its starts."""
     return [Handle("ready")]
 
 
 @pytest.fixture
 def ways(request: pytest.FixtureRequest, starts: list[Handle]) -> dict[str, Any]:
-    """How the server is started again otherwise."""
     return request.param(starts) if hasattr(request, "param") else {}
 
 

@@ -57,7 +57,6 @@ BOTH = frozenset({"weights", "kv_cache"})
 
 @pytest.fixture(scope="module")
 def saver_python(tmp_path_factory) -> Path:
-    """An interpreter that has SGLang and the stand-in."""
     return write_saver_python(tmp_path_factory.mktemp("saver"))
 
 

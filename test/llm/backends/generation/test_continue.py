@@ -85,7 +85,6 @@ def generate(engine, fake, prompts, params, fault="hang", **options):
 
 
 def sent(fake, *names):
-    """What the payloads say of some fields, in the order of their arrival."""
     found = [{**p, **p["sampling_params"][0]} for p in fake.payloads()]
     return [
         tuple(p[n][0] if isinstance(p.get(n), list) else p.get(n) for n in names)
@@ -437,7 +436,6 @@ def test_a_response_that_has_ended_needs_its_server_no_more(older, engine):
 
 @pytest.mark.parametrize("length", [128, 129])
 def test_a_full_server_is_asked_again(older, engine, length):
-    """Streamed or not."""
     params = {"max_new_tokens": length}
     with older.misbehaving("abort_503", when=lambda _: len(older.payloads()) == 1):
         (answer,) = engine.generate(input_ids=[5], sampling_params=params)

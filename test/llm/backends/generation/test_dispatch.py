@@ -122,7 +122,6 @@ def test_a_stale_response_is_requested_again_at_once(fake, tiny_model_path):
 
 
 def test_requests_carry_the_weight_version_at_the_time_of_sending(fake):
-    """Not the version at the beginning of their batch."""
     answer = fake.routes["/generate"]
 
     def update(content):

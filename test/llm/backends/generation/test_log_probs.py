@@ -38,7 +38,6 @@ def scaling_engine(scaling_fake):
 
 
 def scorings(fake) -> list[list[int]]:
-    """Returns the token ids that were sent to be scored."""
     return [
         ids
         for payload in fake.payloads()
@@ -71,7 +70,6 @@ def check(answers, value, mode) -> None:
 
 
 def plan_of(params, capabilities):
-    """Returns the plan of a request for log-probs."""
     request = GenerateRequest(
         input_ids=[5], sampling_params=params, return_logprobs=True
     )

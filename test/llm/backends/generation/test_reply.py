@@ -280,7 +280,6 @@ REQUEST = GenerateRequest(
 
 @pytest.fixture
 def parse(capabilities):
-    """Returns the completion in a reply."""
 
     def parse_reply(reply, request=REQUEST):
         body = msgspec.json.encode(reply)

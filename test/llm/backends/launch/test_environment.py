@@ -11,7 +11,6 @@ from torchrl_sglang.errors import ConfigurationError
 
 
 def variables(names: str) -> dict[str, str]:
-    """Returns variables with these names and the value 1."""
     return dict.fromkeys(names.split(), "1")
 
 

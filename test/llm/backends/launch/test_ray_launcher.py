@@ -59,7 +59,6 @@ class FakeRay:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
-    """Ray, to which the launcher is connected."""
     fake = FakeRay()
     monkeypatch.setattr(ray_launcher, "connect", lambda: fake)
     return fake
@@ -67,7 +66,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
 
 @pytest.fixture
 def bound(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of the servers that were bound."""
     specs: list[dict[str, Any]] = []
     monkeypatch.setattr(
         ray_launcher, "RayServers", lambda each, *_, **__: specs.extend(each)
@@ -97,7 +95,6 @@ def test_paths_do_not_depend_on_the_folder(fake, bound, tmp_path, monkeypatch):
 
 @pytest.fixture
 def handler() -> Iterator[Any]:
-    """The caller's handler of SIGTERM."""
 
     def handle(number: int, frame: object) -> None: ...
 
@@ -175,7 +172,6 @@ class FakeActor:
 
 
 def make_server(monkeypatch: pytest.MonkeyPatch, *nodes: str | None) -> RayServer:
-    """A server with a part on each of these nodes."""
     monkeypatch.setattr(ray_servers, "is_connected", lambda: True)
     monkeypatch.setattr(ray_servers, "_kill", lambda actors: None)
     demand = Demand(nodes=len(nodes), gpus=1)

@@ -51,14 +51,12 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def spec(tiny_model_path: str, tmp_path: Path) -> dict[str, Any]:
-    """Arguments of a stand-in on GPUs."""
     interpreter = make_interpreter(tmp_path)
     return {"model": tiny_model_path, "device": "cuda", "python": interpreter}
 
 
 @pytest.fixture
 def bind(cluster: Any) -> Iterator[Callable[..., Any]]:
-    """Places servers; they are stopped at the end."""
     bound = []
 
     def run(launcher: RayLauncher, *args: Any, **options: Any) -> Any:

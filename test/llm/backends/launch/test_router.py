@@ -93,8 +93,6 @@ def healthy(router: RouterProcess) -> list[str]:
 
 
 class Recorder(ThreadingHTTPServer):
-    """Answers like a server and keeps every generation request."""
-
     daemon_threads = True
     request_queue_size = 1024
 
@@ -169,7 +167,6 @@ def urls(servers: Sequence[Any]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def described():
-    """What the installed router says of itself."""
     return router_module._describe(router_module._find_python(None))
 
 
@@ -494,7 +491,6 @@ GREEDY = {
 
 @pytest.fixture(scope="module")
 def servers(tiny_model_path) -> Iterator[list[ServerProcess]]:
-    """Two servers, each of which says its name in every answer."""
     with ExitStack() as stack:
         found = []
         for name in ("first", "second"):

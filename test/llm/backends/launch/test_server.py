@@ -275,7 +275,6 @@ def test_servers_on_a_cpu_freeze_their_heap(tiny_model_path, device, path):
 
 
 def test_the_log_without_usage():
-    """Of a server with hundreds of options that is given a wrong value."""
     options = "[parser.add_argument(f'--option-{n}', type=int) for n in range(300)]; "
     code = (
         "import argparse; parser = argparse.ArgumentParser('sglang serve'); "
@@ -428,7 +427,6 @@ def test_an_interpreter_without_sglang(tiny_model_path):
 
 @pytest.fixture
 def plan(tiny_model_path):
-    """Makes plans, and gives their ports back."""
     with ExitStack() as stack:
 
         def make(**arguments) -> Command:
@@ -675,7 +673,6 @@ class Trainer:
 
 @pytest.fixture(scope="module")
 def trainers(tiny_model_path, forking_python) -> Iterator[dict[str, Trainer]]:
-    """Three trainers with a server each."""
     found = {}
     with ExitStack() as stack:
         processes = {

@@ -42,7 +42,6 @@ def ssh(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_servers_over_ssh(ssh, tiny_model_path, score):
-    """They generate, are started again, and end with the engine."""
     hosts = ["127.0.0.21", "127.0.0.22"]
     with AsyncSGLang.from_pretrained(
         tiny_model_path,

@@ -420,7 +420,6 @@ def test_refusals_of_the_server_alone_are_errors(lora_engine, peft_models, tmp_p
 
 
 def test_copies_of_the_engine_find_what_was_published(lora_engine, peft_models):
-    """A copy in another process, and another engine."""
     copy = pickle.loads(pickle.dumps(lora_engine))
     model = peft_models.make(27)
     load(lora_engine, "policy", model, version="1", default=True)

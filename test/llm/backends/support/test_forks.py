@@ -18,7 +18,6 @@ class Keeps:
 
 
 def in_child(call) -> int:
-    """What a call returns in a forked process."""
     pid = os.fork()
     if not pid:
         os._exit(call())

@@ -38,7 +38,6 @@ NO_NAME = "x" * 64
 
 @pytest.fixture
 def own_address() -> str:
-    """This machine's address towards others."""
     try:
         return address_facing([ELSEWHERE])
     except ConfigurationError as error:
@@ -138,7 +137,6 @@ def test_credentials_are_split_from_an_address():
 
 @contextmanager
 def recorder() -> Iterator[tuple[str, list[str | None]]]:
-    """Address of a server, and the ``Authorization`` of each request to it."""
     seen: list[str | None] = []
 
     class Handler(BaseHTTPRequestHandler):
