@@ -6,6 +6,7 @@ attribute. For keys of dictionaries, loops and texts, the result is known in adv
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -102,6 +103,12 @@ def quick_template(tokenizer: Any, source: str) -> Template | None:
     env: Environment = compile_template(source).environment
     if type(env) is not ImmutableSandboxedEnvironment:
         return None
+    return _compile(env, source)
+
+
+@functools.lru_cache
+def _compile(env: Environment, source: str) -> Template:
+    """Compiles a template once; transformers keeps one environment for each, too."""
     sandbox = object.__new__(_Sandbox)
     # Like Environment.overlay(), with this class.
     vars(sandbox).update(vars(env), linked_to=env, cache=None)
