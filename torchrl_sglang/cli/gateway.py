@@ -93,26 +93,15 @@ def add_command(commands: Any) -> Parser:
     add("--reasoning-parser", metavar="NAME", help=text)
     text = "hold responses to a choice of tools by a grammar, or not (default: grammar)"
     add("--tool-choice", choices=("grammar", "auto"), help=text)
+    repeated: dict[str, Any] = {"metavar": "NAME", "action": "append"}
     text = "a field of requests without effect, instead of refusing it; repeat it"
-    add(
-        "--ignored-param",
-        metavar="NAME",
-        action="append",
-        dest="ignored_params",
-        help=text,
-    )
+    add("--ignored-param", dest="ignored_params", help=text, **repeated)
     text = "regular expression for the models whose turns are trained (default: all)"
     add("--trained", metavar="PATTERN", help=text)
     text = "log-probs that are recorded (default: model, the model's own)"
     add("--logprobs-mode", choices=LOGPROBS_MODES, help=text)
     text = "a further quantity of each token, like routed_experts; repeat it"
-    add(
-        "--token-column",
-        metavar="NAME",
-        action="append",
-        dest="token_columns",
-        help=text,
-    )
+    add("--token-column", dest="token_columns", help=text, **repeated)
     text = "file with a Jinja template (default: the tokenizer's)"
     add("--chat-template", metavar="FILE", help=text)
     text = "SQLite file that keeps the sessions (default: in memory only)"

@@ -18,6 +18,13 @@ Read = Callable[[], Mapping[str, Any] | None]
 """Returns figures; ``None``: their source is gone."""
 
 
+ENGINE_FIGURES = (
+    *("in_flight", "queued", "completed", "retries", "tokens_per_second"),
+    *("prompt_tokens", "response_tokens", "cache_hit_rate"),
+)
+"""Recorded statistics of an engine."""
+
+
 class ServerPoll:
     """Reads statistics at an interval, in seconds, and has them written."""
 
@@ -100,18 +107,10 @@ class ServerPoll:
 
 
 def _engine_figures(engine: Any) -> Mapping[str, Any] | None:
-    """Returns the current statistics of an engine and its servers."""
     stats = engine.stats()
     return {
         **_memory(),
-        "in_flight": stats.in_flight,
-        "queued": stats.queued,
-        "completed": stats.completed,
-        "retries": stats.retries,
-        "tokens_per_second": stats.tokens_per_second,
-        "prompt_tokens": stats.prompt_tokens,
-        "response_tokens": stats.response_tokens,
-        "cache_hit_rate": stats.cache_hit_rate,
+        **{name: getattr(stats, name) for name in ENGINE_FIGURES},
         "servers": [
             {
                 "url": server.url,

@@ -362,7 +362,6 @@ def _sync_of(report: SyncReport | None) -> dict[str, Any]:
 
 
 def _write_trained(batch: Any, step: int | None, now: float, files: Files) -> None:
-    """Writes the advantages of the rows of a batch."""
     rows = []
     for row in batch.unbind(0):
         advantage = row.get("advantage", None)
@@ -413,7 +412,6 @@ def _end(poll: ServerPoll, writer: RecordWriter) -> None:
 
 
 def _version() -> str:
-    """Returns the version of the package that is installed."""
     try:
         return version("torchrl_sglang")
     except PackageNotFoundError:

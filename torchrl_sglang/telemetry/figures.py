@@ -79,7 +79,6 @@ Figures = Iterator[tuple[str, float | None]]
 
 
 def _known(part: str, now: Any, before: Any, seconds: float) -> dict[str, float]:
-    """Returns the known figures of a part."""
     return {
         name: float(value)
         for name, value in _FIGURES[part](now, before, seconds)

@@ -420,7 +420,6 @@ def _names_of_others(run: RunData, known: set[str]) -> list[str]:
 
 
 def _others(run: RunData, known: set[str]) -> list[Curve]:
-    """Returns curves of the metrics of no other curve."""
     names = _names_of_others(run, known)
     return [
         Curve(

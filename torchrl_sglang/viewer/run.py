@@ -180,7 +180,6 @@ class _Assembly:
         self._count(line.ended, -1, line.writer)
 
     def _count(self, time: float, change: int, writer: str) -> None:
-        """Changes the number of running groups."""
         self._run.running.append((time, change))
         if self._writers is not None:
             self._writers.see(writer, time, change)

@@ -199,6 +199,7 @@ def test_the_key_comes_from_the_file_or_else_from_the_environment(tmp_path):
         ("gateway m n", "unrecognized arguments: n."),
         ("doctor --modle m", "did you mean --model?"),
         ("doctor --mod=m", "did you mean --model?"),
+        ("plan --modle m --gpus 8", "did you mean --model instead of --modle?"),
         ("bench", "required: MEASUREMENT"),
         ("bench thruput", "did you mean throughput?"),
         ("bench all --repeats 0", "'0' is not a positive integer"),

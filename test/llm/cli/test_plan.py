@@ -522,13 +522,6 @@ def test_how_much_is_left_is_said():
     )
 
 
-def test_an_option_that_is_misspelt(capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["plan", "--modle", "q7b", "--gpus", "8"])
-    assert error.value.code == 2
-    assert "did you mean --model instead of --modle?" in capsys.readouterr().err
-
-
 def test_the_command_line(tiny_model_path, capsys):
     words = ["plan", "--model", tiny_model_path, "--sequence", "128", "--gpu-memory"]
     assert main([*words, "24", "--gpus", "2"]) == 0

@@ -298,7 +298,6 @@ def to_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _sent(found: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of weight updates."""
     size, extra = found["num_bytes"] / 1e9, found["extra_bytes"]
     memory = f", {extra / 1e9:.2f} GB of further memory" if extra else ""
     yield (
@@ -315,7 +314,6 @@ def _sent(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _arrived(found: dict[str, Any], longest: int) -> Iterator[str]:
-    """Yields the lines of the collectors."""
     lengths = f"{found['shortest']} to {longest} new tokens, log-probs"
     yield f"\ncollectors: {_count(found['turns'], 'turn')} of {lengths}, in groups"
     yield from _compared(found["clients"])
@@ -325,7 +323,6 @@ def _arrived(found: dict[str, Any], longest: int) -> Iterator[str]:
 
 
 def _compared(clients: dict[str, dict[str, float]]) -> Iterator[str]:
-    """Yields a line for each client."""
     for name, cost in clients.items():
         ratio = f"{cost['ratio']:.3f} of the best raw client"
         speed = f"{cost['tokens_per_second']:10,.0f} tokens/s, {ratio}"

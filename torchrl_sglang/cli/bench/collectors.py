@@ -384,7 +384,6 @@ def _raw_client(client: generation.Client) -> Client:
 
 
 def _summarize(costs: dict[str, list[Cost]]) -> dict[str, dict[str, float]]:
-    """Returns medians, and ratios to the best raw client."""
     return {
         name: {
             "tokens": costs[name][-1].tokens,

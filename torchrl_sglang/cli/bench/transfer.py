@@ -128,7 +128,6 @@ def _updates(
 
 
 def _medians(reports: list[SyncReport]) -> tuple[float, float]:
-    """Returns the median seconds of sending, and of whole updates."""
     send = statistics.median(report.phase_seconds["send"] for report in reports)
     return send, statistics.median(report.seconds for report in reports)
 

@@ -72,7 +72,6 @@ def install(
 
 
 def _complete(prefix: Path, versions: Sequence[str], with_torch: bool) -> bool:
-    """Makes the incomplete parts."""
     packages = _digest(REQUIREMENTS.read_text(), SGLANG, TORCHVISION, sys.version)
     make = functools.partial(_install_packages, prefix)
     parts = [(prefix / ".torchrl-sglang-packages", packages, make)]

@@ -124,7 +124,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _memory_here() -> float:
-    """Returns the GiB of this machine's smallest GPU."""
     import torch
 
     sizes = [

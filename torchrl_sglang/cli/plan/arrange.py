@@ -293,7 +293,6 @@ def colocated_share(
 
 
 def _tp_sizes(shape: Shape, most: int, given: int | None) -> list[int]:
-    """Returns possible numbers of GPUs of a server, the smallest first."""
     sizes = [given] if given else [2**n for n in range(11)]
     return [n for n in sizes if n <= most and shape.heads % n == 0]
 
