@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.agent_clients import CLIENTS, ENVIRONMENTS, Client, Program, Relay
 from helpers.agent_table import PROGRAMS
-from helpers.scripted_server import save_scripted_model
+from helpers.scripted_server import Reply, ScriptedServer, save_scripted_model
+from helpers.tool_template import gateway_of
 from transformers import AutoTokenizer
+
+from torchrl_sglang import AsyncSGLang, Gateway
 
 MODEL_TEXTS = [path.read_text() for path in sorted(CLIENTS.glob("*.py"))]
 """What the merges of the model's tokenizer are learnt from."""
@@ -42,6 +46,24 @@ def interpreter_of(program: Program) -> str:
     if not python.exists():
         pytest.skip(f"{python} is not there; `make test-agents` makes it.")
     return str(python)
+
+
+@pytest.fixture
+def serve(model_folder: Path, model_tokenizer: AutoTokenizer) -> Any:
+    """Starts a gateway in front of a server with a script."""
+
+    @contextmanager
+    def serve(
+        script: list[Reply], **arguments: Any
+    ) -> Iterator[tuple[ScriptedServer, Gateway]]:
+        with (
+            ScriptedServer(model_folder, model_tokenizer, script) as server,
+            AsyncSGLang.connect(server.url) as engine,
+            gateway_of(engine, **arguments) as gateway,
+        ):
+            yield server, gateway
+
+    return serve
 
 
 Start = Callable[[str | Program], Client]

@@ -5,16 +5,9 @@ Each runs with its own package, in an environment of its own, against a gateway.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-
 import pytest
-from helpers.agent_clients import HELLO, ROME, Program, check_rows
-from helpers.scripted_server import Reply, ScriptedServer
-from helpers.tool_template import TOOL_TEMPLATE
-
-from torchrl_sglang import AsyncSGLang, Gateway
+from helpers.agent_clients import HELLO, ROME, Program, check_rows, job_of
+from helpers.scripted_server import Reply
 
 ADAPTERS = {
     "verifiers": Program(file="verifiers_agent.py", environment="verifiers", errors={}),
@@ -37,42 +30,12 @@ def client(request, running_of):
 each_adapter = pytest.mark.parametrize("client", ADAPTERS, indirect=True)
 
 
-@pytest.fixture
-def serve(model_folder, model_tokenizer) -> Any:
-    @contextmanager
-    def serve(script, **arguments) -> Iterator[tuple[ScriptedServer, Gateway]]:
-        with (
-            ScriptedServer(model_folder, model_tokenizer, script) as server,
-            AsyncSGLang.connect(server.url) as engine,
-            Gateway(
-                engine,
-                chat_template=TOOL_TEMPLATE,
-                tool_call_parser="qwen25",
-                reasoning_parser="qwen3",
-                **arguments,
-            ) as gateway,
-        ):
-            yield server, gateway
-
-    return serve
-
-
-def job_of(session):
-    return {
-        "url": session.url,
-        "base_url": session.base_url,
-        "key": session.key,
-        "messages": [HELLO],
-        "timeout": 60.0,
-    }
-
-
 @each_adapter
 @pytest.mark.parametrize(("last", "reward"), [(RIGHT, 1.0), (WRONG, 0.0)])
 def test_tools_and_a_score(client, serve, last, reward):
     with serve([LOOK, last]) as (server, gateway):
         session = gateway.session()
-        report = client.run(job_of(session), SECONDS)
+        report = client.run(job_of(session, [HELLO], timeout=60.0), SECONDS)
         assert report["error"] is None, client.log()
         assert report["answer"] == reward
         gateway.set_reward(session, report["answer"])
@@ -87,7 +50,9 @@ def test_tools_and_a_score(client, serve, last, reward):
 def test_each_of_many_has_its_own_session(client, serve):
     with serve([RIGHT] * SESSIONS) as (server, gateway):
         sessions = [gateway.session() for _ in range(SESSIONS)]
-        reports = client.run([job_of(session) for session in sessions], SECONDS)
+        reports = client.run(
+            [job_of(session, [HELLO], timeout=60.0) for session in sessions], SECONDS
+        )
         assert [report["answer"] for report in reports] == [1.0] * SESSIONS, reports
         assert [len(session.turns) for session in sessions] == [1] * SESSIONS
         assert server.script == []
@@ -96,7 +61,7 @@ def test_each_of_many_has_its_own_session(client, serve):
 @each_adapter
 def test_an_error_is_one_and_the_next_one_runs(client, serve):
     with serve([LOOK, RIGHT, RIGHT], max_turns=1) as (_, gateway):
-        report = client.run(job_of(gateway.session()), SECONDS)
+        report = client.run(job_of(gateway.session(), [HELLO], timeout=60.0), SECONDS)
         assert "max_turns=1" in report["message"], client.log()
-        report = client.run(job_of(gateway.session()), SECONDS)
+        report = client.run(job_of(gateway.session(), [HELLO], timeout=60.0), SECONDS)
         assert report["answer"] == 1.0

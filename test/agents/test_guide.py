@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import runpy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,30 +17,15 @@ from helpers.agent_clients import (
     WEATHER,
     Program,
     check_rows,
+    job_of,
 )
-from helpers.scripted_server import Reply, ScriptedServer
-from helpers.tool_template import TOOL_TEMPLATE
+from helpers.scripted_server import Reply
 
-from torchrl_sglang import AgentProgram, AsyncSGLang, Gateway
+from torchrl_sglang import AgentProgram
 
 read_example = runpy.run_path(str(CLIENTS / "page_examples.py"))["read_example"]
 LOOK = Reply(reasoning="They want to know.", text="I look.", calls=[ROME])
 SECONDS = 300.0
-
-
-@contextmanager
-def serve(folder, tokenizer, script) -> Iterator[tuple[ScriptedServer, Gateway]]:
-    with (
-        ScriptedServer(folder, tokenizer, script) as server,
-        AsyncSGLang.connect(server.url) as engine,
-        Gateway(
-            engine,
-            chat_template=TOOL_TEMPLATE,
-            tool_call_parser="qwen25",
-            reasoning_parser="qwen3",
-        ) as gateway,
-    ):
-        yield server, gateway
 
 
 @pytest.mark.parametrize(
@@ -53,23 +36,14 @@ def serve(folder, tokenizer, script) -> Iterator[tuple[ScriptedServer, Gateway]]
         ("LangGraph and LangChain", "langchain", Reply(answer=WEATHER)),
     ],
 )
-def test_a_framework(
-    running_of, model_folder, model_tokenizer, section, environment, last
-):
+def test_a_framework(running_of, serve, section, environment, last):
     program = Program(
         file="guide_page.py", environment=environment, variant=section, errors={}
     )
     client = running_of(program)
-    with serve(model_folder, model_tokenizer, [LOOK, last]) as (server, gateway):
+    with serve([LOOK, last]) as (server, gateway):
         session = gateway.session()
-        job = {
-            "url": session.url,
-            "base_url": session.base_url,
-            "key": session.key,
-            "messages": [HELLO],
-            "timeout": SECONDS,
-        }
-        report = client.run(job, SECONDS)
+        report = client.run(job_of(session, [HELLO], timeout=SECONDS), SECONDS)
         assert report["error"] is None, client.log()
         assert (report["answer"], report["called"]) == (1.0, ["Rome"])
         gateway.set_reward(session, report["answer"])
@@ -85,16 +59,7 @@ def test_a_framework(
         ("Codex", "codex", "exec_command", "cmd"),
     ],
 )
-def test_a_program(
-    monkeypatch,
-    model_folder,
-    model_tokenizer,
-    tmp_path,
-    section,
-    environment,
-    tool,
-    key,
-):
+def test_a_program(monkeypatch, serve, tmp_path, section, environment, tool, key):
     programs = ENVIRONMENTS / environment / "node_modules/.bin"
     if not programs.exists():
         pytest.skip(f"{programs} is not there; `make test-agents` makes it.")
@@ -111,8 +76,7 @@ def test_a_program(
     exec(read_example(section), names)
     task = {"text": HELLO, "folder": str(folder), "home": str(home)}
     call = Reply(text="I look.", calls=[(tool, {key: "echo fixed >note"})])
-    script = [call, Reply(text=SUNNY)]
-    with serve(model_folder, model_tokenizer, script) as (server, gateway):
+    with serve([call, Reply(text=SUNNY)]) as (server, gateway):
         ((session,),) = asyncio.run(gateway.run_agents(names["fix"], [task]))
         rows = gateway.to_tensordict([session])
         assert session.reward == 1.0, session.turns[-1].prompt.messages[-1]

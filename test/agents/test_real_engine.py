@@ -13,12 +13,12 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 import torch
-from helpers.agent_clients import CLIENTS, HELLO, REWARD, ROOT
+from helpers.agent_clients import CLIENTS, HELLO, REWARD, ROOT, job_of
 from helpers.log_probs import TOLERANCE, score
 from helpers.scripted_server import make_scripted_tokenizer
-from helpers.tool_template import TOOL_TEMPLATE
+from helpers.tool_template import gateway_of
 
-from torchrl_sglang import AsyncSGLang, Gateway, SGLangWeightSyncScheme
+from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
@@ -74,27 +74,6 @@ def engine(model):
         yield engine
 
 
-def gateway_of(engine, **arguments):
-    return Gateway(
-        engine,
-        chat_template=TOOL_TEMPLATE,
-        tool_call_parser="qwen25",
-        reasoning_parser="qwen3",
-        **arguments,
-    )
-
-
-def job_of(session, home, messages):
-    return {
-        "url": session.url,
-        "base_url": session.base_url,
-        "key": session.key,
-        "messages": messages,
-        "folder": str(home),
-        "timeout": 300.0,
-    }
-
-
 def compare(rows, models):
     """Compares log-probs with those of each token's version; returns how many."""
     compared = 0
@@ -132,7 +111,8 @@ def test_a_coding_agent(running_of, engine, model, tmp_path, name, tool, key, mo
     ):
         session = gateway.session()
         client = running_of(name)
-        report = client.run(job_of(session, tmp_path, [HELLO]), timeout=SECONDS)
+        job = {"folder": str(tmp_path), "timeout": 300.0}
+        report = client.run(job_of(session, [HELLO], **job), timeout=SECONDS)
         assert report["error"] is None, report
         gateway.set_reward(session, REWARD)
         rows = gateway.to_tensordict([session])
@@ -165,11 +145,12 @@ def test_three_frameworks_at_once_through_weight_updates(
         gateway = stack.enter_context(gateway_of(engine, default_sampling_params=noise))
         sessions = [[gateway.session() for _ in range(SESSIONS)] for _ in FRAMEWORKS]
         everything = list(itertools.chain(*sessions))
+        job = {"folder": str(tmp_path), "timeout": 300.0}
         pool = stack.enter_context(ThreadPoolExecutor(len(clients)))
         running = [
             pool.submit(
                 client.run,
-                [job_of(session, tmp_path, [HELLO] * TURNS) for session in own],
+                [job_of(session, [HELLO] * TURNS, **job) for session in own],
                 timeout=SECONDS,
             )
             for client, own in zip(clients, sessions, strict=True)

@@ -22,6 +22,7 @@ from yarl import URL
 from helpers.scripted_server import Reply, ScriptedServer, Writer, log_prob
 from helpers.tool_template import TOOL_TEMPLATE
 from torchrl_sglang import AsyncSGLang, Gateway
+from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.support.event_loop import run_sync
 
 ROOT = Path(__file__).parents[2]
@@ -314,6 +315,12 @@ class Outcome:
     """What is exported; ``None`` where there is nothing."""
 
 
+def job_of(session: Session, messages: list[str], **more: Any) -> dict[str, Any]:
+    """Returns a client's job in a session."""
+    about = {"url": session.url, "base_url": session.base_url, "key": session.key}
+    return {**about, "messages": messages, **more}
+
+
 def hold(
     client: Client,
     scenario: Scenario,
@@ -341,17 +348,9 @@ def hold(
         relay.point_at(gateway.url)
         session = gateway.session()
         url = session.url.replace(gateway.url, relay.url)
-        given = {"timeout": LONG_TIMEOUT, **scenario.job}
-        report = client.run(
-            {
-                "url": url,
-                "base_url": f"{url}/v1",
-                "key": session.key,
-                "messages": list(scenario.messages),
-                "folder": str(home),
-                **given,
-            }
-        )
+        given = {"timeout": LONG_TIMEOUT, **scenario.job, "folder": str(home)}
+        job = job_of(session, list(scenario.messages), **given)
+        report = client.run({**job, "url": url, "base_url": f"{url}/v1"})
         gateway.set_reward(session, REWARD)
         rows = gateway.to_tensordict([session]) if session.turns else None
         branches = [turn.branch.text for turn in session.turns if turn.branch]

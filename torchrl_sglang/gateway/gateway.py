@@ -64,17 +64,16 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{0,127}[A-Za-z0-9_-]")
 class Gateway(Responder):
     """Serves OpenAI's and Anthropic's protocols, and records every token.
 
-    Point an agent's client at a session's ``base_url`` (OpenAI) or ``url`` (Anthropic),
-    with the session's ``key``, run it, and read the session back as TensorDicts that
-    hold the tokens, log-probs and weight versions that the engine computed.
+    An agent's client gets a session's ``base_url`` (OpenAI) or ``url`` (Anthropic) and
+    its ``key``. Later the session is read as TensorDicts with the tokens, log-probs and
+    weight versions of the engine.
 
-    A turn that goes on from an earlier one of its session begins with that turn's very
-    tokens; only what was said since is tokenized. Where the chat template renders the
-    earlier turns in another way now, or the client has edited them, the turn begins a
-    branch.
+    A turn that continues an earlier turn of its session begins with that turn's tokens;
+    only the new messages are tokenized. If the chat template now renders the earlier
+    turns differently, or the client has edited them, the turn begins a branch.
 
-    Streams bring reasoning and content as they are generated, and tool calls when a
-    response is complete. What is recorded is the same as without a stream.
+    Streams have reasoning and content as they are generated, and tool calls at the end.
+    The record is the same with and without a stream.
 
     Args:
         engine: generates.
@@ -86,63 +85,61 @@ class Gateway(Responder):
             ``"qwen25"``. Defaults to None: tool calls stay text.
         reasoning_parser: the same for reasoning, such as ``"qwen3"``. Defaults to None.
         host: address to listen on. Defaults to ``"127.0.0.1"``, where the path of a
-            session that there is opens it to programs of this machine, not to web
-            pages of other hosts; any other address needs ``api_key``, and each request
-            a key.
-        port: defaults to 0, a free one.
-        public_url: the address by which agents on other machines and in containers
-            reach this gateway, such as that of a proxy with TLS:
-            ``"https://gateway.example.org"``, with a path if it has one. The URLs of
-            sessions begin with it. Each request needs a key then, and the gateway needs
+            session is sufficient for programs of this machine, not for web pages of
+            other hosts; on any other address each request needs a key, and the gateway
+            ``api_key``.
+        port: defaults to 0, a free port.
+        public_url: address of this gateway for agents on other machines and in
+            containers, such as a TLS proxy's: ``"https://gateway.example.org/path"``.
+            URLs of sessions begin with it, each request needs a key, and the gateway
             ``api_key``. Defaults to None: the address that it listens on.
         api_key: opens all sessions, and makes new ones over HTTP. Defaults to a random
-            one.
-        key_seconds: how long the key of a session opens it, in seconds from when it
-            began; it is answered 401 afterwards, with the code ``"key_expired"``. What
-            was recorded stays readable with ``api_key``. Defaults to None, no limit.
-        default_sampling_params: for requests that do not give them, under SGLang's
-            names. Defaults to temperature 1, without top-p or top-k.
-        forced_sampling_params: for all requests, whatever they give. Defaults to none.
+            key.
+        key_seconds: validity of a session's key, in seconds since the session's start.
+            Later requests are answered 401 with the code ``"key_expired"``; the record
+            stays readable with ``api_key``. Defaults to None, no limit.
+        default_sampling_params: for requests without these, under SGLang's names.
+            Defaults to temperature 1, without top-p or top-k.
+        forced_sampling_params: for all requests, instead of theirs. Defaults to none.
         request_timeout: of a response, in seconds. Defaults to 600.
-        keep_alive_seconds: how often a stream that waits for its response says that it
-            lives. Defaults to 10.
+        keep_alive_seconds: interval of keep-alive events in a stream without content.
+            Defaults to 10.
         max_sessions: most sessions at once. Defaults to 10,000.
         max_turns: most turns of a session. Defaults to 1,000.
-        max_tokens: most generated tokens of a session; each of several requests at a
-            time may generate what is left. Defaults to None, no limit.
-        session_seconds: how long a session takes turns. Defaults to None, no limit.
-        dialects: that clients may speak, see :class:`.Dialect`. Defaults to OpenAI's
-            completions and Anthropic's messages.
-        tool_choice: how a request is answered that says which tools are called, or that
-            one is called at a time. ``"grammar"``: the response is held to it, on
-            servers with a grammar backend and for formats of calls that are known.
-            ``"auto"``: the model decides, and the field is ignored. Defaults to
-            ``"grammar"``.
-        ignored_params: names of fields that clients send and that have no effect here,
-            such as ``["seed"]``; otherwise a request with a field that is not supported
-            is refused. A field without effect is logged once, and the header
-            ``x-torchrl-sglang-ignored`` of each answer names it. Defaults to none.
-        token_columns: further quantities that the servers report for each token: names
-            that :class:`.TokenColumn` lists, or rows. They are recorded, and
-            rows have them. Defaults to none.
-        logprobs_mode: log-probs that are recorded, as for :class:`.SGLangWrapper`.
-            Clients set top-p themselves: ``"behaviour"`` records what their tokens were
-            drawn from, and ``default_sampling_params={"top_k": 4096}`` is the ``top_k``
-            that it needs then. Defaults to ``"model"``.
-        trained: which turns are trained: a function of a :class:`.Turn` that returns a
-            bool, or a regular expression that the whole name of its request's ``model``
-            has to match, such as ``"(?!.*haiku).*"`` for all but titles. Other turns
-            are recorded and read as others are; in rows they are masked, and a path to
-            nothing that is trained is no row. Defaults to None: all turns.
-        discount: in [0, 1], of a reward for each turn before the one that it stands at;
-            see :meth:`to_tensordict`. Defaults to 1.
-        path: an SQLite file that sessions are kept in, and read back from, which one
-            gateway has at a time. A client's turn is in it before the client is
-            answered. While it cannot be written, clients are answered 503, and nothing
-            is generated. Defaults to None: in memory only.
+        max_tokens: most generated tokens of a session; each of several concurrent
+            requests may generate all that are left. Defaults to None, no limit.
+        session_seconds: time in which a session takes turns. Defaults to None, no
+            limit.
+        dialects: protocols of clients, see :class:`.Dialect`. Defaults to OpenAI's
+            completions and Responses and Anthropic's messages.
+        tool_choice: treatment of a request's choice of tools, or of one call at a time.
+            ``"grammar"``: a grammar enforces it, on servers with a grammar backend and
+            for known formats of calls. ``"auto"``: the model decides, and the field is
+            ignored. Defaults to ``"grammar"``.
+        ignored_params: names of clients' fields without effect here, such as
+            ``["seed"]``; otherwise an unsupported field is refused. A field without
+            effect is logged once, and named in the answer's header
+            ``x-torchrl-sglang-ignored``. Defaults to none.
+        token_columns: further reported quantities of each token, for records and rows:
+            names of :class:`.TokenColumn` rows, or rows. Defaults to none.
+        logprobs_mode: recorded log-probs, as for :class:`.SGLangWrapper`. Clients set
+            top-p themselves: ``"behaviour"`` records the sampled distribution, and
+            needs a ``top_k``, such as ``default_sampling_params={"top_k": 4096}``.
+            Defaults to ``"model"``.
+        trained: trained turns: a function of a :class:`.Turn` that returns a bool, or a
+            regular expression for the whole ``model`` of a request, such as
+            ``"(?!.*haiku).*"`` for all but titles. Other turns are recorded; in rows
+            they are masked, and a path without a trained turn after them is no row.
+            Defaults to None: all turns.
+        discount: in [0, 1], of a reward for each turn before its own; see
+            :meth:`to_tensordict`. Defaults to 1.
+        path: an SQLite file of the sessions, for one gateway at a time; the sessions in
+            it are read. A turn is in it before the client has the answer. While it
+            cannot be written, clients are answered 503, and nothing is generated.
+            Defaults to None: in memory only.
         recorder: a :class:`.RunRecorder`, which records each session when it is
-            dropped, or at the end, for ``torchrl-sglang view``. A collector with a
-            recorder records the sessions of its agents itself. Defaults to None.
+            dropped, or at the end, for ``torchrl-sglang view``. A collector's recorder
+            records the sessions of its agents. Defaults to None.
 
     Attributes:
         url (str): where it listens.
@@ -268,8 +265,8 @@ class Gateway(Responder):
         self._runner = Runner(lambda: make_app(self, self.client_timeouts), host, port)
         self._file_closed = False
         self._families: StatsFamilies | None = None
-        self._store = self.keeper.store = None if path is None else Store(path)
-        for session in self._store.load() if self._store else ():
+        self.keeper.store = store = None if path is None else Store(path)
+        for session in store.load() if store else ():
             self._set_up(session)
             self._registry.add(session)
 
@@ -297,7 +294,7 @@ class Gateway(Responder):
             ConfigurationError: if the address cannot be used, it has been started
                 already, or the servers have no parser of that name.
         """
-        run_sync(self._policy.check_parsers())
+        run_sync(self.policy.check_parsers())
         self._threads.shutdown(wait=False)
         self._threads = prompt_threads()
         self._runner.start()
@@ -323,9 +320,9 @@ class Gateway(Responder):
         for session in self.sessions:
             self._record(session)
         self._publish = Publisher()
-        if self._store is not None:
-            self._store.close()
-            self._store = self.keeper.store = None
+        if self.keeper.store is not None:
+            self.keeper.store.close()
+            self.keeper.store = None
             self._file_closed = True
 
     def _check_file(self) -> None:
@@ -335,8 +332,8 @@ class Gateway(Responder):
                 "The file of sessions was closed by shutdown(), so that this would not "
                 "be in it; do it before, or open the file with another gateway."
             )
-        if self._store is not None:
-            self._store.check()
+        if self.keeper.store is not None:
+            self.keeper.store.check()
 
     def session(self, name: str | None = None, *, group: str | None = None) -> Session:
         """Returns a session, a new one where there is none of that name.
@@ -372,8 +369,8 @@ class Gateway(Responder):
             session = Session(name, key=f"sk-{secrets.token_urlsafe(32)}", group=group)
             self._set_up(session)
             self._registry.add(session)
-            if self._store is not None:
-                self._store.save_session(session)
+            if self.keeper.store is not None:
+                self.keeper.store.save_session(session)
         return session
 
     @property
@@ -412,8 +409,8 @@ class Gateway(Responder):
         with self._lock:
             if not self._registry.remove(session):
                 return
-            if self._store is not None:
-                self._store.delete(session)
+            if self.keeper.store is not None:
+                self.keeper.store.delete(session)
         self._record(session)
 
     def _record(self, session: Session) -> None:
@@ -450,8 +447,8 @@ class Gateway(Responder):
         """
         self._check_file()
         target = session.set_reward(reward, turn=turn, agent=agent, branch=branch)
-        if self._store is not None:
-            self._store.save_reward(session, target, as_reward(reward))
+        if self.keeper.store is not None:
+            self.keeper.store.save_reward(session, target, as_reward(reward))
 
     def to_tensordict(
         self, sessions: Iterable[Session] | None = None

@@ -65,8 +65,8 @@ class Responder(abc.ABC):
         self.models = [engine.model_path]
         self.read = read
         self.token_text = cache(lambda token: template.decode([token]))
-        self._template, self._policy = template, policy
-        self._default_params, self._forced_params = default_params, forced_params
+        self._template, self.policy = template, policy
+        self.default_params, self._forced_params = default_params, forced_params
         self._limits = limits
         self._lock = threading.Lock()
         self._registry = SessionRegistry(self._lock)
@@ -109,7 +109,7 @@ class Responder(abc.ABC):
         try:
             check_last_message(request.messages)
             prompt = await self._prompt(session, request)
-            self._policy.check_fits(prompt)
+            self.policy.check_fits(prompt)
             await self.keeper.writable()
             with span(
                 "chat",
@@ -119,7 +119,7 @@ class Responder(abc.ABC):
                 gen_ai__operation__name="chat",
                 gen_ai__request__model=request.model,
             ):
-                replies = await self._policy.respond(
+                replies = await self.policy.respond(
                     prompt,
                     self._sampling(session, request, prompt),
                     session=session.name,
@@ -141,14 +141,14 @@ class Responder(abc.ABC):
 
     def _sampling(self, session: Session, request: Request, prompt: Prompt) -> Sampling:
         """Returns how the responses to a request are drawn."""
-        params = {**self._default_params, **request.sampling.params}
+        params = {**self.default_params, **request.sampling.params}
         if GRAMMARS.isdisjoint(self._forced_params):
             params = with_choice(
                 params,
                 request.setting.tools,
                 request.choice,
-                call_parser=self._policy.tool_call_parser,
-                reasoning_parser=self._policy.reasoning_parser,
+                call_parser=self.policy.tool_call_parser,
+                reasoning_parser=self.policy.reasoning_parser,
                 prompt=prompt.rendered,
                 has_grammar=self.engine.capabilities.has_grammar,
             )

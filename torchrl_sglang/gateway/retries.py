@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 KEPT = 256
@@ -199,9 +200,9 @@ class Answers:
         if answer is None or answer.is_lost:
             if answer is not None:
                 entry.answers.remove(answer)
-                compute = _kept_again(answer.task.result(), keep)
+                compute = partial(_keep_again, answer.task.result(), keep)
                 request_id, info = answer.request_id, answer.info
-            answer = Answer(asyncio.ensure_future(_call(compute)), request_id, info)
+            answer = Answer(asyncio.ensure_future(compute()), request_id, info)
             entry.answers.append(answer)
         answer.waiting += 1
         answer.delivered, answer.latest = False, (latest := object())
@@ -231,15 +232,6 @@ class Answers:
         return entry
 
 
-async def _call(compute: Callable[[], Awaitable[Any]]) -> Any:
-    return await compute()
-
-
-def _kept_again(
-    result: Any, keep: Callable[[Any], Awaitable[None]]
-) -> Callable[[], Awaitable[Any]]:
-    async def compute() -> Any:
-        await keep(result)
-        return result
-
-    return compute
+async def _keep_again(result: Any, keep: Callable[[Any], Awaitable[None]]) -> Any:
+    await keep(result)
+    return result

@@ -6,22 +6,12 @@ import json
 from typing import Any
 
 import anthropic
-from common import Job, call_by_hand, serve
+from common import GET_WEATHER, WEATHER, Job, call_by_hand, serve
 
 TOOL = {
-    "name": "get_weather",
-    "description": "Returns the weather of a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    },
-}
-WEATHER = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
-    "required": ["city", "degrees"],
-    "additionalProperties": False,
+    "name": GET_WEATHER["name"],
+    "description": GET_WEATHER["description"],
+    "input_schema": GET_WEATHER["parameters"],
 }
 
 

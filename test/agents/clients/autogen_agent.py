@@ -8,7 +8,7 @@ from autogen_agentchat.agents import AssistantAgent
 from autogen_core.models import ModelInfo
 from autogen_ext.models.openai import OpenAIChatCompletionClient
 from common import Job, serve, tool_of
-from pydantic import BaseModel
+from weather import Weather
 
 INFO = ModelInfo(
     vision=False,
@@ -17,11 +17,6 @@ INFO = ModelInfo(
     family="unknown",
     structured_output=True,
 )
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
 
 
 async def run(job: Job) -> Any:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import Job, serve
+from common import WEATHER, Job, serve
 
 PROGRAM = Path(__file__).parents[3] / ".agents/claude_code/node_modules/.bin/claude"
 if sys.argv[1:] == ["sdk"]:
@@ -17,14 +17,6 @@ if sys.argv[1:] == ["sdk"]:
     import claude_agent_sdk
 
     PROGRAM = Path(claude_agent_sdk.__file__).parent / "_bundled/claude"
-CALLS = "calls"
-"""File that the model's commands append to."""
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
-    "required": ["city", "degrees"],
-    "additionalProperties": False,
-}
 SECONDS = 50
 """Beside the time-out of a request."""
 
@@ -42,14 +34,13 @@ def run(job: Job) -> Any:
         for number, content in enumerate(job.messages):
             answer = tell(job, content, ["--continue"] * bool(number))
     finally:
-        calls = Path(job.folder) / CALLS
-        job.called += calls.read_text().split() if calls.exists() else []
+        job.read_calls()
     return answer
 
 
 def tell(job: Job, content: str, options: list[str]) -> Any:
     if job.structured:
-        options = [*options, "--json-schema", json.dumps(SCHEMA)]
+        options = [*options, "--json-schema", json.dumps(WEATHER)]
     given = {"API_TIMEOUT_MS": str(int(1000 * job.timeout))}
     if job.retries is not None:
         given["CLAUDE_CODE_MAX_RETRIES"] = str(job.retries)

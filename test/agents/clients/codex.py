@@ -8,11 +8,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from common import Job, serve
+from common import WEATHER, Job, serve
 
 PROGRAM = Path(__file__).parents[3] / ".agents/codex/node_modules/.bin/codex"
-CALLS = "calls"
-"""File that the model's commands append to."""
 SECONDS = 50
 SETTINGS = """\
 model = "policy"
@@ -27,12 +25,6 @@ env_key = "GATEWAY_KEY"
 wire_api = "responses"
 stream_idle_timeout_ms = {timeout}
 """
-SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
-    "required": ["city", "degrees"],
-    "additionalProperties": False,
-}
 
 
 class CodexError(Exception):
@@ -51,13 +43,12 @@ def run(job: Job) -> Any:
         settings += f"request_max_retries = {job.retries}\n"
         settings += f"stream_max_retries = {job.retries}\n"
     (home / "config.toml").write_text(settings)
-    (home / "schema.json").write_text(json.dumps(SCHEMA))
+    (home / "schema.json").write_text(json.dumps(WEATHER))
     try:
         for number, content in enumerate(job.messages):
             answer = tell(job, content, home, resumed=bool(number))
     finally:
-        calls = Path(job.folder) / CALLS
-        job.called += calls.read_text().split() if calls.exists() else []
+        job.read_calls()
     return json.loads(answer) if job.structured else answer
 
 

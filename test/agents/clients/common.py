@@ -14,8 +14,26 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+GET_WEATHER = {
+    "name": "get_weather",
+    "description": "Returns the weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    },
+}
+"""The tool as a function of OpenAI's."""
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "degrees": {"type": "integer"}},
+    "required": ["city", "degrees"],
+    "additionalProperties": False,
+}
+"""Schema of the structured answer."""
 DEGREES = {"Rome": 21, "Oslo": 7}
 RETRIES = None
 """The number of retries that a client has by itself."""
@@ -58,6 +76,11 @@ class Job:
         if city not in DEGREES:
             raise UnknownCityError(f"There is no city {city!r}.")
         return f"It is {DEGREES[city]} degrees in {city}."
+
+    def read_calls(self) -> None:
+        """Reads the file that the model's commands append to."""
+        calls = Path(self.folder) / "calls"
+        self.called += calls.read_text().split() if calls.exists() else []
 
     def given(self, **names: str) -> dict[str, Any]:
         """Returns time-out and retries, under a client's names for them."""

@@ -7,12 +7,7 @@ from typing import Any
 from common import Job, serve, tool_of
 from crewai import LLM, Agent
 from crewai.tools import tool
-from pydantic import BaseModel
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
+from weather import Weather
 
 
 def run(job: Job) -> Any:

@@ -7,12 +7,7 @@ from typing import Any
 import instructor
 import openai
 from common import Job, serve
-from pydantic import BaseModel
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
+from weather import Weather
 
 
 def run(job: Job) -> Any:

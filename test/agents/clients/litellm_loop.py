@@ -8,26 +8,10 @@ import sys
 from typing import Any
 
 import litellm
-from common import Job, call_by_hand, serve
-from pydantic import BaseModel
+from common import GET_WEATHER, Job, call_by_hand, serve
+from weather import Weather
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "description": "Returns the weather of a city.",
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"type": "string"}},
-            "required": ["city"],
-        },
-    },
-}
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
+TOOL = {"type": "function", "function": GET_WEATHER}
 
 
 def run(job: Job) -> Any:

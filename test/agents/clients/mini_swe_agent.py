@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -12,9 +11,6 @@ from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import builtin_config_dir
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
-
-CALLS = "calls"
-"""File that the model's commands append to."""
 
 
 def run(job: Job) -> Any:
@@ -41,8 +37,7 @@ def run(job: Job) -> Any:
         ended = DefaultAgent(model, environment, **templates).run(job.messages[0])
     finally:
         os.environ.pop("MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT", None)
-        calls = Path(job.folder) / CALLS
-        job.called += calls.read_text().split() if calls.exists() else []
+        job.read_calls()
     return ended["submission"].strip()
 
 

@@ -15,14 +15,9 @@ from agents import (
     function_tool,
 )
 from common import Job, serve, tool_of
-from pydantic import BaseModel
+from weather import Weather
 
 MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
 
 
 async def run(job: Job) -> Any:

@@ -6,13 +6,8 @@ import sys
 from typing import Any
 
 from common import Job, serve, tool_of
-from pydantic import BaseModel
 from pydantic_ai import Agent
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
+from weather import Weather
 
 
 def model_of(job: Job) -> Any:

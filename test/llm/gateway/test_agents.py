@@ -23,19 +23,15 @@ def gateway(fake_engine):
         yield gateway
 
 
-async def ask(base_url, api_key, content):
-    body = {
-        "model": "m",
-        "messages": [{"role": "user", "content": content}],
-        "max_tokens": 4,
-    }
+async def ask(base_url, api_key, *messages):
+    body = {"model": "m", "messages": messages, "max_tokens": 4}
     headers = {"Authorization": f"Bearer {api_key}"}
     async with (
         aiohttp.ClientSession(headers=headers) as client,
         client.post(f"{base_url}/chat/completions", json=body) as answer,
     ):
         answer.raise_for_status()
-        return await answer.json()
+        return (await answer.json())["choices"][0]["message"]
 
 
 def run(gateway, agent, tasks, **kwargs):
@@ -44,7 +40,10 @@ def run(gateway, agent, tasks, **kwargs):
 
 def test_hundreds_of_agents_at_once(gateway):
     async def agent(task, *, base_url, api_key):
-        await ask(base_url, api_key, str(task))
+        first = {"role": "user", "content": str(task)}
+        said = await ask(base_url, api_key, first)
+        more = {"role": "user", "content": f"more {task}"}
+        await ask(base_url, api_key, first, said, more)
         return task / 2
 
     groups = run(gateway, agent, range(AGENTS // 2), group_size=2)
@@ -53,8 +52,8 @@ def test_hundreds_of_agents_at_once(gateway):
         assert [session.reward for session in group] == [task / 2] * 2
         assert len({session.group for session in group}) == 1
         for session in group:
-            (turn,) = session.turns
-            assert turn.prompt.messages[0]["content"] == str(task)
+            assert [turn.prompt.parent for turn in session.turns] == [None, 0]
+            assert session.turns[1].prompt.messages[0]["content"] == str(task)
     assert len({group[0].group for group in groups}) == AGENTS // 2
     assert len(gateway.sessions) == AGENTS
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import requests
 from helpers.chat_families import FAMILIES
+from helpers.gateway_client import message, post
 from helpers.talk import TOOLS, Talk, call, result, user
 from jinja2 import TemplateError
 
@@ -245,14 +246,7 @@ def test_they_are_kept_shown_and_counted(fake_engine, tmp_path) -> None:
             {"role": role, "content": content}
             for role, content in zip(roles, contents, strict=False)
         ]
-        answer = requests.post(
-            f"{session.base_url}/chat/completions",
-            json={"model": "m", "messages": messages, "max_tokens": 4, "stop": stop},
-            headers={"Authorization": f"Bearer {session.key}"},
-            timeout=30,
-        )
-        answer.raise_for_status()
-        return answer.json()["choices"][0]["message"]["content"]
+        return message(post(session, messages=messages, stop=stop))["content"]
 
     with Gateway(fake_engine, path=tmp_path / "s") as gateway:
         session = gateway.session("a")

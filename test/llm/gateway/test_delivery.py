@@ -8,8 +8,8 @@ import json
 import time
 from urllib.parse import urlsplit
 
-import openai
 import pytest
+from helpers.gateway_client import openai_client
 from helpers.waiting import wait_until
 
 from torchrl_sglang import Gateway
@@ -31,9 +31,7 @@ def test_clients_that_hang_up_after_the_last_event(fake_engine):
     """OpenAI's client closes a stream at ``[DONE]``, before its end."""
     with Gateway(fake_engine) as gateway:
         session = gateway.session()
-        client = openai.OpenAI(
-            base_url=session.base_url, api_key=session.key, max_retries=0
-        )
+        client = openai_client(session, max_retries=0)
         for number in range(TURNS):
             stream = client.chat.completions.create(
                 model="p", messages=[user(str(number))], max_tokens=4, stream=True
@@ -50,7 +48,7 @@ def slow_disk(monkeypatch):
     """Returns a function that makes the next writes of a gateway slow."""
 
     def slow_down(gateway):
-        store, entered = gateway._store, asyncio.Event()
+        store, entered = gateway.keeper.store, asyncio.Event()
         loop, write = asyncio.get_running_loop(), store._write_turns
 
         def slowly(*args):
@@ -102,14 +100,14 @@ def test_a_client_that_hangs_up_deletes_no_turn_of_others(
     async def main(gateway):
         session = gateway.session("a")
         (first,) = await gateway.respond(session, chat(user("hi")))
-        gate, respond = asyncio.Event(), gateway._policy.respond
+        gate, respond = asyncio.Event(), gateway.policy.respond
 
         async def held(*args, **kwargs):
             answer = await respond(*args, **kwargs)
             await gate.wait()
             return answer
 
-        gateway._policy.respond = held
+        gateway.policy.respond = held
         tasks = [
             asyncio.ensure_future(
                 gateway.respond(session, chat(user("hi"), first.reply, user(said)))
@@ -150,9 +148,7 @@ def test_a_limit_of_tokens_where_the_default_has_none(fake_engine):
         fake_engine, max_tokens=5, default_sampling_params={"max_new_tokens": None}
     ) as gateway:
         session = gateway.session()
-        client = openai.OpenAI(
-            base_url=session.base_url, api_key=session.key, max_retries=0
-        )
+        client = openai_client(session, max_retries=0)
         client.chat.completions.create(
             model="p", messages=[user("hi")], modalities=["text"]
         )

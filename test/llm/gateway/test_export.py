@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import requests
 import torch
+from helpers.gateway_client import message, post
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
@@ -26,17 +26,6 @@ def gateway(fake_engine):
         yield gateway
 
 
-def say(session, messages):
-    answer = requests.post(
-        f"{session.base_url}/chat/completions",
-        json={"model": "m", "messages": messages, "max_tokens": 4},
-        headers={"Authorization": f"Bearer {session.key}"},
-        timeout=30,
-    )
-    answer.raise_for_status()
-    return [choice["message"] for choice in answer.json()["choices"]]
-
-
 def talk(gateway, name, *, group="g", reward=0.0, branch=True):
     """Returns a session of three turns, two of which begin with the first."""
     session = gateway.session(name, group=group)
@@ -46,9 +35,10 @@ def talk(gateway, name, *, group="g", reward=0.0, branch=True):
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "2", "tool_call_id": "1"},
     ]
-    messages += say(session, messages)
+    messages.append(message(post(session, messages=messages)))
     for question in ("more", "less")[: 1 + branch]:
-        say(session, [*messages, {"role": "user", "content": question}])
+        asked = [*messages, {"role": "user", "content": question}]
+        assert post(session, messages=asked).ok
     gateway.set_reward(session, reward)
     return session
 

@@ -7,8 +7,15 @@ from contextlib import contextmanager
 
 import openai
 import pytest
-import requests
 from helpers.fake_server import FakeServer
+from helpers.gateway_client import (
+    CHAT,
+    HELLO,
+    MESSAGES,
+    anthropic_client,
+    openai_client,
+    post,
+)
 from helpers.tool_template import TOOL_TEMPLATE
 
 from torchrl_sglang import AsyncSGLang, Gateway
@@ -16,8 +23,6 @@ from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.routes.sessions import IGNORED
 
-HELLO = [{"role": "user", "content": "hello"}]
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 SCHEMA = {
     "type": "object",
@@ -71,13 +76,6 @@ def session(gateway):
     return gateway.session()
 
 
-def post(session, path=CHAT, **body):
-    given = {"model": "m", "messages": HELLO, **body}
-    if path != COUNT:
-        given = {"max_tokens": 8, **given}
-    return requests.post(session.url + path, json=given, timeout=60)
-
-
 def sent(fake):
     """Sampling parameters of the last response, without requests that score it."""
     params = [payload["sampling_params"] for payload in fake.payloads()]
@@ -111,51 +109,35 @@ def allowed(mode, *names):
 
 
 FORCED, FREE = "tags_with_separator", "triggered_tags"
+ONE_CALL = {"parallel_tool_calls": False}
+FINAL = ("final",)
+
+
+def choose(choice, **more):
+    return {"tool_choice": choice, **more}
+
+
+def of_type(kind, **more):
+    """A choice of Anthropic's."""
+    return {"tool_choice": {"type": kind, **more}}
+
+
+ALONE = {"disable_parallel_tool_use": True}
 
 
 @pytest.mark.parametrize(
     ("path", "fields", "kind", "single", "names"),
     [
-        (CHAT, {"tool_choice": "required"}, FORCED, False, NAMES),
-        (CHAT, {"tool_choice": named("final")}, FORCED, True, ("final",)),
-        (CHAT, {"tool_choice": allowed("auto", "final")}, FREE, False, ("final",)),
-        (
-            CHAT,
-            {"tool_choice": allowed("required", "final")},
-            FORCED,
-            False,
-            ("final",),
-        ),
-        (CHAT, {"parallel_tool_calls": False}, FREE, True, NAMES),
-        (
-            CHAT,
-            {"tool_choice": "required", "parallel_tool_calls": False},
-            FORCED,
-            True,
-            NAMES,
-        ),
-        (MESSAGES, {"tool_choice": {"type": "any"}}, FORCED, False, NAMES),
-        (
-            MESSAGES,
-            {"tool_choice": {"type": "tool", "name": "final"}},
-            FORCED,
-            True,
-            ("final",),
-        ),
-        (
-            MESSAGES,
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            FREE,
-            True,
-            NAMES,
-        ),
-        (
-            MESSAGES,
-            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
-            FORCED,
-            True,
-            NAMES,
-        ),
+        (CHAT, choose("required"), FORCED, False, NAMES),
+        (CHAT, choose(named("final")), FORCED, True, FINAL),
+        (CHAT, choose(allowed("auto", "final")), FREE, False, FINAL),
+        (CHAT, choose(allowed("required", "final")), FORCED, False, FINAL),
+        (CHAT, ONE_CALL, FREE, True, NAMES),
+        (CHAT, choose("required", **ONE_CALL), FORCED, True, NAMES),
+        (MESSAGES, of_type("any"), FORCED, False, NAMES),
+        (MESSAGES, of_type("tool", name="final"), FORCED, True, FINAL),
+        (MESSAGES, of_type("auto", **ALONE), FREE, True, NAMES),
+        (MESSAGES, of_type("any", **ALONE), FORCED, True, NAMES),
     ],
 )
 def test_a_choice_of_tools_is_a_grammar(
@@ -177,14 +159,11 @@ def test_a_choice_of_tools_is_a_grammar(
     ("path", "fields"),
     [
         (CHAT, {}),
-        (CHAT, {"tool_choice": "auto", "parallel_tool_calls": True}),
-        (CHAT, {"tool_choice": "none", "parallel_tool_calls": False}),
-        (MESSAGES, {"tool_choice": {"type": "auto"}}),
-        (MESSAGES, {"tool_choice": {"type": "none"}}),
-        (
-            MESSAGES,
-            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}},
-        ),
+        (CHAT, choose("auto", parallel_tool_calls=True)),
+        (CHAT, choose("none", **ONE_CALL)),
+        (MESSAGES, of_type("auto")),
+        (MESSAGES, of_type("none")),
+        (MESSAGES, of_type("auto", disable_parallel_tool_use=False)),
     ],
 )
 def test_a_model_that_decides_alone_has_no_grammar(fake, session, path, fields):
@@ -199,18 +178,14 @@ def test_a_model_that_decides_alone_has_no_grammar(fake, session, path, fields):
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [
-        (
-            CHAT,
-            {"tool_choice": named("other")},
-            "'other', and tools has weather, final",
-        ),
-        (CHAT, {"tool_choice": allowed("auto")}, "allowed_tools with a mode"),
-        (CHAT, {"tool_choice": "any"}, "'required'"),
-        (CHAT, {"tool_choice": "required", "tools": []}, "needs tools"),
-        (CHAT, {"tool_choice": "required", "regex": "a"}, "one of its own, regex"),
-        (MESSAGES, {"tool_choice": {"type": "tool", "name": "x"}}, "names 'x'"),
-        (MESSAGES, {"tool_choice": {"type": "any"}, "tools": []}, "needs tools"),
-        (MESSAGES, {"tool_choice": {"type": "all"}}, "auto, any, tool or none"),
+        (CHAT, choose(named("other")), "'other', and tools has weather, final"),
+        (CHAT, choose(allowed("auto")), "allowed_tools with a mode"),
+        (CHAT, choose("any"), "'required'"),
+        (CHAT, choose("required", tools=[]), "needs tools"),
+        (CHAT, choose("required", regex="a"), "one of its own, regex"),
+        (MESSAGES, of_type("tool", name="x"), "names 'x'"),
+        (MESSAGES, {**of_type("any"), "tools": []}, "needs tools"),
+        (MESSAGES, of_type("all"), "auto, any, tool or none"),
     ],
 )
 def test_wrong_choices(fake, session, path, fields, words):
@@ -374,8 +349,7 @@ def test_a_grammar_of_the_trainer_goes_before_a_choice(fake):
 
 
 def test_a_format_beside_tools_leaves_calls_possible(fake, session):
-    format_ = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
-    assert post(session, tools=TOOLS, response_format=format_).status_code == 200
+    assert post(session, tools=TOOLS, response_format=of_schema(SCHEMA)).ok
     tag = tag_of(fake)
     assert tag["type"] == "or"
     assert tag["elements"][0] == {"type": "json_schema", "json_schema": SCHEMA}
@@ -384,9 +358,9 @@ def test_a_format_beside_tools_leaves_calls_possible(fake, session):
 
 
 def test_a_format_beside_calls_that_are_not_known_is_held_alone(fake):
-    format_ = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     for parsers in ({"reasoning_parser": "gpt-oss"}, {"tool_call_parser": "gpt-oss"}):
         with gateway_of(fake, **parsers) as gateway:
+            format_ = of_schema(SCHEMA)
             answer = post(gateway.session(), tools=TOOLS, response_format=format_)
         assert answer.status_code == 200, answer.text
         assert json.loads(sent(fake)["json_schema"]) == SCHEMA
@@ -461,6 +435,12 @@ def test_a_budget_of_thinking(fake):
 
 # Fields without effect.
 
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+def edits(*given):
+    return {"context_management": {"edits": list(given)}}
+
 
 def test_ignored_params(fake, caplog):
     with gateway_of(fake, ignored_params=["seed", "num_ctx"]) as gateway:
@@ -489,27 +469,15 @@ def test_wrong_ignored_params(fake_engine, names):
 @pytest.mark.parametrize(
     ("fields", "ignored"),
     [
-        ({"context_management": {"edits": []}}, None),
-        (
-            {
-                "context_management": {
-                    "edits": [{"type": "clear_thinking_20251015", "keep": "all"}]
-                }
-            },
-            None,
-        ),
-        (
-            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
-            "context_management",
-        ),
+        (edits(), None),
+        (edits(KEEP_ALL), None),
+        (edits({"type": "clear_tool_uses_20250919"}), "context_management"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_edits_of_a_conversation_are_none(session, fields, ignored, stream):
     """The answer says so in the API's own words, too."""
-    import anthropic
-
-    with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
+    with anthropic_client(session) as client:
         asked = {"model": "m", "max_tokens": 4, "messages": HELLO, **fields}
         betas = ["context-management-2025-06-27", "some-beta"]
         if stream:
@@ -589,33 +557,6 @@ def test_documents_are_text(session, given, text):
     assert (tool["content"], user["content"]) == (text + text, "so " + text)
 
 
-@pytest.mark.parametrize(
-    ("fields", "words"),
-    [
-        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "Anthropic defines"),
-        ({"thinking": {"type": "always"}}, "between_tools"),
-        ({"thinking": {"type": "x", "display": "updates"}}, "between_tools"),
-        ({"context_management": {"edits": 1}}, "list of edits"),
-        (
-            {
-                "messages": [
-                    {
-                        "role": "user",
-                        "content": [block("document", source={"type": "url"})],
-                    }
-                ]
-            },
-            "reads no files",
-        ),
-    ],
-)
-def test_anthropics_dialect_refuses_unsupported_fields(session, fields, words):
-    answer = post(session, MESSAGES, **fields)
-    assert answer.status_code == 400
-    assert words in answer.json()["error"]["message"]
-
-
 def test_counts_need_no_answer(session):
     """Claude Code counts tools, and conversations that end anywhere."""
     said = [*HELLO, {"role": "assistant", "content": "I"}]
@@ -629,14 +570,12 @@ def test_counts_need_no_answer(session):
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_that_is_left_out_joins(fake, stream):
     """Its signature stands for it, and what the model wrote goes on."""
-    import anthropic
-
     with gateway_of(fake, chat_template=THINKS, reasoning_parser="qwen3") as gateway:
         session = gateway.session()
         asked = [{"role": "user", "content": "<think>hm</think>42"}]
         thinking = {"type": "adaptive", "display": "omitted"}
         given = {"max_tokens": 19, "model": "m", "thinking": thinking}
-        with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
+        with anthropic_client(session) as client:
             if stream:
                 with client.messages.stream(messages=asked, **given) as events:
                     answer = events.get_final_message()
@@ -681,8 +620,6 @@ def test_streamed_and_not_are_recorded_alike(fake, path):
 
 def test_a_conversation_of_claude_code(fake):
     """All that it sends at once, twice; its body without the 100 kB of tools."""
-    import anthropic
-
     mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     body = {
         "model": "claude-opus-4-7",
@@ -691,9 +628,7 @@ def test_a_conversation_of_claude_code(fake):
         "metadata": {"user_id": "user_1_account__session_2"},
         "max_tokens": len("<think>hm</think>42"),
         "thinking": {"type": "adaptive"},
-        "context_management": {
-            "edits": [{"type": "clear_thinking_20251015", "keep": "all"}]
-        },
+        **edits(KEEP_ALL),
         "output_config": {"effort": "xhigh"},
     }
     betas = ["claude-code-20250219", "interleaved-thinking-2025-05-14"]
@@ -701,7 +636,7 @@ def test_a_conversation_of_claude_code(fake):
     messages = [{"role": "user", "content": parts}]
     with gateway_of(fake, chat_template=THINKS, reasoning_parser="qwen3") as gateway:
         session = gateway.session()
-        with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
+        with anthropic_client(session) as client:
             for _ in range(2):
                 with client.beta.messages.stream(
                     messages=messages, betas=betas, **body
@@ -722,8 +657,7 @@ def test_a_signature_proves_nothing(fake):
         asked = [{"role": "user", "content": "<think>hm</think>42"}]
         given = {"messages": asked, "max_tokens": 19}
         content = post(session, MESSAGES, **given).json()["content"]
-        edits = [{"thinking": "ah"}, {"signature": "bm8="}, {"signature": ""}]
-        for edit in edits:
+        for edit in ({"thinking": "ah"}, {"signature": "bm8="}, {"signature": ""}):
             said = [{**content[0], **edit}, *content[1:]]
             more = [*asked, {"role": "assistant", "content": said}, *HELLO]
             post(session, MESSAGES, messages=more)
@@ -734,13 +668,12 @@ def test_a_signature_proves_nothing(fake):
 
 
 def test_a_model_by_its_name(gateway, session):
-    import anthropic
-
     (name,) = gateway.models
-    with openai.OpenAI(base_url=session.base_url, api_key=session.key) as client:
+    with openai_client(session) as client:
         assert client.models.retrieve(name).id == name
+        assert [model.id for model in client.models.list()] == [name]
         with pytest.raises(openai.NotFoundError, match="there is one policy"):
             client.models.retrieve("gpt-4")
-    with anthropic.Anthropic(base_url=session.url, api_key=session.key) as client:
+    with anthropic_client(session) as client:
         assert client.models.retrieve(name).display_name == name
         assert [each.id for each in client.models.list()] == [name]

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import resource
 import select
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import openai
 import pytest
 import requests
-from aiohttp import web
+from helpers.agent_clients import Relay
+from helpers.gateway_client import HELLO, openai_client, post
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.errors import ConfigurationError, GatewayError
 from torchrl_sglang.gateway.connections import ClientTimeouts
 from torchrl_sglang.gateway.session import Session
 
-HELLO = [{"role": "user", "content": "hello"}]
 PUBLIC = "https://gateway.example.org/agents"
-
-
-def ask(url: str, key: str | None = None, **headers: str) -> requests.Response:
-    if key is not None:
-        headers["Authorization"] = f"Bearer {key}"
-    body = {"messages": HELLO, "max_tokens": 2}
-    return requests.post(
-        f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
-    )
 
 
 @pytest.fixture
@@ -58,9 +47,9 @@ def test_sessions_have_the_public_address(fake_engine: Any, path: str) -> None:
         assert made["expires"] is None
         # A proxy of this machine asks for everybody.
         local = f"{gateway.url}/sessions/mine"
-        assert ask(local).status_code == 401
-        assert ask(local, made["key"]).status_code == 403
-        assert ask(local, session.key).status_code == 200
+        assert post(local).status_code == 401
+        assert post(local, key=made["key"]).status_code == 403
+        assert post(local, key=session.key).status_code == 200
     with Gateway(fake_engine, **options) as gateway:
         assert gateway.find(name="mine").url == f"{PUBLIC}/sessions/mine"
 
@@ -93,19 +82,19 @@ def test_a_key_expires_and_says_so(fake_engine: Any, path: str) -> None:
     with Gateway(fake_engine, key_seconds=3600, **options) as gateway:
         session = gateway.session("mine")
         assert session.expires == session.created + 3600
-        assert ask(gateway.url, session.key).status_code == 200
+        assert post(gateway.url, key=session.key).status_code == 200
     # The session is older than that by now.
     with Gateway(fake_engine, key_seconds=1e-6, **options) as gateway:
         session = gateway.find(name="mine")
         for url in (gateway.url, session.url):
-            answer = ask(url, session.key)
+            answer = post(url, key=session.key)
             error = answer.json()["error"]
             assert answer.status_code == 401
             assert error["code"] == "key_expired"
             assert "'mine' expired at 20" in error["message"]
             assert "key_seconds" in error["message"]
         with (
-            openai.OpenAI(base_url=session.base_url, api_key=session.key) as client,
+            openai_client(session) as client,
             pytest.raises(openai.AuthenticationError, match="expired"),
         ):
             client.chat.completions.create(model="policy", messages=HELLO)
@@ -117,11 +106,11 @@ def test_a_key_expires_and_says_so(fake_engine: Any, path: str) -> None:
             gateway.find(key=session.key)
         assert caught.value.code == "key_expired"
         # What was recorded stays the trainer's.
-        assert ask(session.url, "sk-own").status_code == 200
+        assert post(session.url, key="sk-own").status_code == 200
         gateway.set_reward(session, 1.0)
         assert len(gateway.find(name="mine").turns) == 2
     with Gateway(fake_engine, **options) as gateway:
-        assert ask(gateway.url, gateway.find(name="mine").key).status_code == 200
+        assert post(gateway.url, key=gateway.find(name="mine").key).status_code == 200
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "1", float("nan")])
@@ -132,46 +121,20 @@ def test_a_time_that_is_none_is_refused(fake_engine: Any, wrong: Any) -> None:
 
 def test_a_proxy_hands_requests_on(fake_engine: Any) -> None:
     """Its clients see its address only, also in a stream."""
-
-    async def run() -> list[str]:
-        upstream: list[str] = []
-
-        async def hand_on(request: web.Request) -> web.StreamResponse:
-            url = upstream[0] + request.path.removeprefix("/agents")
-            async with aiohttp.ClientSession() as client:
-                headers = {"Authorization": request.headers["Authorization"]}
-                body = await request.read()
-                async with client.post(url, data=body, headers=headers) as answer:
-                    response = web.StreamResponse(status=answer.status)
-                    await response.prepare(request)
-                    async for part in answer.content.iter_any():
-                        await response.write(part)
-            return response
-
-        app = web.Application()
-        app.router.add_post("/agents/{rest:.*}", hand_on)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        public = f"http://127.0.0.1:{runner.addresses[0][1]}/agents"
-        try:
-            options = {"public_url": public, "api_key": "sk-own"}
-            with Gateway(fake_engine, **options) as gateway:
-                upstream.append(gateway.url)
-                session = gateway.session()
-                async with openai.AsyncOpenAI(
-                    base_url=session.base_url, api_key=session.key
-                ) as client:
-                    stream = await client.chat.completions.create(
-                        model="policy", messages=HELLO, stream=True, max_tokens=2
-                    )
-                    parts = [part async for part in stream]
-                assert len(session.turns) == 1
-                return [str(part.choices[0].finish_reason) for part in parts][-1:]
-        finally:
-            await runner.cleanup()
-
-    assert asyncio.run(run()) in (["length"], ["stop"])
+    relay = Relay()
+    options = {"public_url": relay.url, "api_key": "sk-own"}
+    with closing(relay), Gateway(fake_engine, **options) as gateway:
+        relay.point_at(gateway.url)
+        session = gateway.session()
+        assert session.base_url.startswith(relay.url)
+        with openai_client(session) as client:
+            parts = list(
+                client.chat.completions.create(
+                    model="policy", messages=HELLO, stream=True, max_tokens=2
+                )
+            )
+        assert len(session.turns) == 1
+    assert parts[-1].choices[0].finish_reason in ("length", "stop")
 
 
 @pytest.mark.parametrize("name", [".", "..", "...", "a.", "", "a/b", "%2e%2e", "a\n"])
@@ -205,11 +168,11 @@ def test_a_clock_that_is_set_ends_no_session(
     with Gateway(fake_engine, **options) as gateway:
         session = gateway.session("a")
         monkeypatch.setattr(time, "time", lambda: real() + step)
-        assert ask(session.url, session.key).status_code == 200
+        assert post(session.url, key=session.key).status_code == 200
     monkeypatch.setattr(time, "time", lambda: real() + 7200)
     with Gateway(fake_engine, **options) as gateway:
         # It was begun two hours before this one was made.
-        assert ask(gateway.session("a").url, session.key).status_code == 401
+        assert post(gateway.session("a").url, key=session.key).status_code == 401
         assert gateway.session("a").age >= 7200
     born = Session("b")
     born.began(real() + 1e6)
@@ -247,7 +210,7 @@ def test_connections_without_a_key_are_bounded(fake_engine: Any, few_files: int)
         known.get(f"{session.base_url}/models", **about).raise_for_status()
         halves = [stack.enter_context(half(gateway)) for _ in range(few_files + 40)]
         # Each of them was accepted before this one.
-        ask(session.url, session.key).raise_for_status()
+        post(session, key=session.key).raise_for_status()
         states = [is_open(each) for each in halves]
         assert sum(states) <= few_files
         assert all(states[41:])

@@ -14,6 +14,7 @@ import openai
 import pytest
 import requests
 import torch
+from helpers.gateway_client import openai_client
 from helpers.log_probs import TOLERANCE
 from helpers.tool_template import ADD, CALL, THOUGHT, TOOLS, gateway_of
 from openai.types.responses import Response
@@ -40,9 +41,7 @@ def session(gateway):
 
 @pytest.fixture
 def client(session):
-    with openai.OpenAI(
-        base_url=session.base_url, api_key=session.key, max_retries=0
-    ) as client:
+    with openai_client(session, max_retries=0) as client:
         yield client
 
 
@@ -144,7 +143,7 @@ def converse_in_chat(client):
 @pytest.fixture(scope="module")
 def chat_turns(gateway):
     session = gateway.session()
-    with openai.OpenAI(base_url=session.base_url, api_key=session.key) as client:
+    with openai_client(session) as client:
         converse_in_chat(client)
     return session.turns
 
@@ -208,22 +207,16 @@ def call_of(name, arguments):
     ("tool", "written_call", "kind", "fields"),
     [
         (
-            CUSTOM,
-            call_of("shell", r'\{"input": "l[sS]"\}'),
-            "custom_tool_call",
-            {"name": "shell"},
+            *(CUSTOM, call_of("shell", r'\{"input": "l[sS]"\}')),
+            *("custom_tool_call", {"name": "shell"}),
         ),
         # A text that only looks like the argument's.
         (
-            CUSTOM,
-            call_of("shell", r'\{"inputs": 1\}'),
-            "custom_tool_call",
+            *(CUSTOM, call_of("shell", r'\{"inputs": 1\}'), "custom_tool_call"),
             {"name": "shell", "input": '{"inputs": 1}'},
         ),
         (
-            IN_SPACE,
-            call_of("files__add", r'\{"a": 1\}'),
-            "function_call",
+            *(IN_SPACE, call_of("files__add", r'\{"a": 1\}'), "function_call"),
             {"name": "add", "namespace": "files", "arguments": '{"a": 1}'},
         ),
     ],
@@ -349,7 +342,7 @@ def test_a_stream_that_fails(fake, fake_engine):
     limits = {"keep_alive_seconds": 0.02, "request_timeout": 0.2}
     with gateway_of(fake_engine, **limits) as gateway:
         session = gateway.session()
-        client = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+        client = openai_client(session)
         with fake.misbehaving("hang"):
             text = post(session, stream=True).text
             with pytest.raises(openai.APIError, match="no answer"):
@@ -391,18 +384,17 @@ def test_structured_output(client):
     assert said.text.format.type == "json_object"
 
 
+SHELL = {"type": "custom", "name": "shell"}
+
+
 @pytest.mark.parametrize(
     ("choice", "names"),
     [
         ("required", {"add", "shell"}),
         ({"type": "function", "name": "add"}, {"add"}),
-        ({"type": "custom", "name": "shell"}, {"shell"}),
+        (SHELL, {"shell"}),
         (
-            {
-                "type": "allowed_tools",
-                "mode": "required",
-                "tools": [{"type": "custom", "name": "shell"}],
-            },
+            {"type": "allowed_tools", "mode": "required", "tools": [SHELL]},
             {"shell"},
         ),
     ],
@@ -411,7 +403,7 @@ def test_a_choice_of_tools_is_kept_to(grammar_engine, choice, names):
     # Noise would begin to reason, and not end it.
     with gateway_of(grammar_engine, reasoning_parser=None) as gateway:
         session = gateway.session()
-        client = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+        client = openai_client(session)
         number = {
             "type": "object",
             "properties": {"a": {"enum": [1, 2]}},
@@ -486,7 +478,7 @@ def test_a_response_is_kept(grammar_engine, tmp_path):
     path = tmp_path / "sessions"
     with gateway_of(grammar_engine, path=path) as gateway:
         session = gateway.session("a")
-        client = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+        client = openai_client(session)
         first = client.responses.create(input="hello", **written(TURN, **body))
         items = [{"role": "user", "content": "go"}, *outputs_of(first)]
         second = client.responses.create(
@@ -496,7 +488,7 @@ def test_a_response_is_kept(grammar_engine, tmp_path):
     # Another gateway goes on from the file.
     with gateway_of(grammar_engine, path=path) as gateway:
         session = gateway.find(name="a")
-        client = openai.OpenAI(base_url=session.base_url, api_key=session.key)
+        client = openai_client(session)
         for each in (first, second):
             kept = client.responses.retrieve(each.id)
             assert kept.to_dict() == each.to_dict()
@@ -592,6 +584,7 @@ CODEX = {
 }
 SAID = {"id": f"msg_{0:028x}", "role": "assistant", "content": "Hi"}
 AGENTS = {"include": [], "instructions": "Help.", "tools": []}
+GRAMMAR = {"type": "grammar", "syntax": "regex", "definition": "a+"}
 AI_SDK = {
     "input": [
         {"role": "system", "content": "You help."},
@@ -609,21 +602,7 @@ AI_SDK = {
         (AI_SDK, None),
         (CODEX, "tools.web_search"),
         ({"tools": [{**FUNCTIONS[0], "strict": True}]}, "tools.strict"),
-        (
-            {
-                "tools": [
-                    {
-                        **CUSTOM,
-                        "format": {
-                            "type": "grammar",
-                            "syntax": "regex",
-                            "definition": "a+",
-                        },
-                    }
-                ]
-            },
-            "tools.format",
-        ),
+        ({"tools": [{**CUSTOM, "format": GRAMMAR}]}, "tools.format"),
         ({"truncation": "auto"}, "truncation"),
         ({"truncation": "disabled", "user": "me", "service_tier": "auto"}, None),
         (

@@ -9,6 +9,7 @@ from contextlib import closing
 import pytest
 import requests
 import torch
+from helpers.gateway_client import message, post
 
 from torchrl_sglang import Gateway
 from torchrl_sglang.chat.prompt_settings import PromptSettings
@@ -175,13 +176,8 @@ def test_over_http_and_in_the_file(fake_engine, tmp_path):
         messages = [{"role": "user", "content": "hello"}]
         key = {"Authorization": f"Bearer {session.key}"}
         for name in ("other", "mine"):
-            answer = requests.post(
-                f"{session.base_url}/chat/completions",
-                json={"model": "m", "messages": messages, "max_tokens": 4},
-                headers={**key, "x-request-id": name},
-                timeout=30,
-            ).json()
-            messages += [answer["choices"][0]["message"], messages[0]]
+            answer = post(session, headers={"x-request-id": name}, messages=messages)
+            messages += [message(answer), messages[0]]
         url = f"{session.url}/reward"
         for name, part in rewards.items():
             body = {"reward": 1.0, name: part}

@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import requests
 from aiohttp import web
+from helpers.gateway_client import CHAT, HELLO, MESSAGES, message, post
 from yarl import URL
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
@@ -27,7 +28,6 @@ from torchrl_sglang.gateway.registry import SessionRegistry
 from torchrl_sglang.gateway.routes import sending
 from torchrl_sglang.support.event_loop import run_sync
 
-HELLO = [{"role": "user", "content": "hello"}]
 ADD = {"name": "add", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": ADD}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -43,21 +43,6 @@ def gateway(fake_engine):
 @pytest.fixture
 def session(gateway):
     return gateway.session()
-
-
-def post(session, path="/v1/chat/completions", *, key="", headers=(), **body):
-    """Sends a request as an agent does."""
-    given = {"model": "m", "max_tokens": 4, "messages": HELLO, **body}
-    key = {"Authorization": f"Bearer {key}"} if key else {}
-    return requests.post(
-        session.url + path, json=given, headers={**key, **dict(headers)}, timeout=30
-    )
-
-
-def message(answer):
-    """What a response of OpenAI's dialect says."""
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]["message"]
 
 
 @contextmanager
@@ -90,14 +75,6 @@ def test_parameters_that_no_policy_reads_are_refused(session, path, body, told):
     answer = post(session, f"/v1/{path}", **body)
     assert answer.status_code == 400
     assert re.search(told, answer.json()["error"]["message"])
-
-
-def test_a_reward_that_is_no_float_is_refused(session):
-    key = {"Authorization": f"Bearer {session.key}"}
-    body = {"reward": 10**400}
-    answer = requests.post(f"{session.url}/reward", json=body, headers=key, timeout=30)
-    assert answer.status_code == 400
-    assert "must be a finite number" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -144,18 +121,16 @@ def test_a_path_opens_its_session_on_this_machine_only(gateway, session, fake_en
 
 def test_a_key_names_its_session(gateway, session):
     other = gateway.session()
-    root = f"{gateway.url}/v1/chat/completions"
-    body = {"messages": HELLO, "max_tokens": 1}
 
-    def status(headers):
-        return requests.post(root, json=body, headers=headers, timeout=30).status_code
+    def status(**headers):
+        return post(gateway.url, headers=headers, max_tokens=1).status_code
 
-    assert status({"Authorization": f"Bearer {session.key}"}) == 200
-    assert status({"x-api-key": other.key}) == 200
+    assert status(Authorization=f"Bearer {session.key}") == 200
+    assert status(**{"x-api-key": other.key}) == 200
     assert [len(session.turns), len(other.turns)] == [1, 1]
-    assert status({}) == status({"x-api-key": "sk-none"}) == 401
+    assert status() == status(**{"x-api-key": "sk-none"}) == 401
     # The gateway's own key names no session.
-    assert status({"x-api-key": gateway.api_key}) == 401
+    assert status(**{"x-api-key": gateway.api_key}) == 401
 
 
 @pytest.mark.parametrize("name", ["chat/completions", "completions", "messages"])
@@ -202,9 +177,11 @@ def test_sessions_are_made_rewarded_and_dropped_over_http(gateway):
         ({"reward": "much"}, 400),
         ({"reward": 1, "turn": "first"}, 400),
         ({"reward": 1, "turn": 7}, 400),
+        ({"reward": 10**400}, 400),
     ]:
         answer = requests.post(f"{url}/a/reward", json=body, headers=key, timeout=30)
         assert answer.status_code == status, answer.text
+    assert "must be a finite number" in answer.json()["error"]["message"]
     assert [session.reward, session.turns[0].reward] == [2.0, 0.5]
     assert requests.post(url, headers=key, timeout=30).status_code == 403
     assert requests.post(url, timeout=30).status_code == 401
@@ -225,7 +202,7 @@ def test_a_path_opens_only_what_there_is(gateway, session):
     assert [len(each.turns) for each in gateway.sessions] == [0, 2]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_a_dropped_session_does_not_come_back(gateway, path):
     session = gateway.session("a")
     gateway.drop(session)
@@ -235,12 +212,7 @@ def test_a_dropped_session_does_not_come_back(gateway, path):
         assert answer.status_code == 410, key
         assert "was dropped" in answer.json()["error"]["message"]
         assert answer.headers["x-should-retry"] == "false"
-    root = requests.post(
-        gateway.url + path,
-        json={"messages": HELLO, "max_tokens": 1},
-        headers={"x-api-key": session.key},
-        timeout=30,
-    )
+    root = post(gateway.url, path, headers={"x-api-key": session.key})
     assert root.status_code == 410
     assert gateway.sessions == session.turns == []
     # Who asks for the name again gets another session, which the old key does not open.
@@ -295,7 +267,7 @@ def test_unknown_paths(gateway, session):
     assert "POST /v1/chat/completions" in unknown.json()["error"]["message"]
     for odd in ("/v1/embeddings", "/%ff%00", "/a\\b", "/sessions/%2e%2e%2f"):
         assert requests.post(session.url + odd, timeout=30).status_code == 404
-    assert requests.get(f"{session.url}/v1/messages", timeout=30).status_code == 405
+    assert requests.get(session.url + MESSAGES, timeout=30).status_code == 405
     health = requests.get(f"{gateway.url}/health", timeout=30)
     assert health.json() == {"status": "ok"}
 
@@ -313,7 +285,7 @@ def test_limits_of_sessions(fake_engine):
         assert "max_turns=2" in answer.json()["error"]["message"]
         assert answer.json()["error"]["type"] == "permission_error"
         assert answer.headers["x-should-retry"] == "false"
-        anthropic = post(session, "/v1/messages").json()
+        anthropic = post(session, MESSAGES).json()
         assert anthropic["error"]["type"] == "permission_error"
         gateway.session()
         with pytest.raises(GatewayError, match="max_sessions"):
@@ -348,9 +320,7 @@ def test_limits_of_tokens_and_time(fake_engine):
 
 
 def test_a_large_request_is_refused(session):
-    answer = requests.post(
-        f"{session.url}/v1/messages", data=b" " * (65 << 20), timeout=60
-    )
+    answer = requests.post(session.url + MESSAGES, data=b" " * (65 << 20), timeout=60)
     assert answer.status_code == 413
     assert answer.json()["error"]["type"] == "request_too_large"
 
@@ -405,7 +375,7 @@ def test_a_client_that_hangs_up_between_signs_of_life(fake, fake_engine):
         assert not session.turns
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_an_error_within_a_stream(fake, fake_engine, path):
     with Gateway(fake_engine, keep_alive_seconds=0.02, request_timeout=0.2) as gateway:
         session = gateway.session()
@@ -497,9 +467,11 @@ def test_the_same_request_asks_for_another_response(session):
 # Errors.
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
+LINKED = {"type": "document", "source": {"type": "url"}}
+IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
+ASSISTANT = [*HELLO, {"role": "assistant", "content": "I"}]
+REFUSED = {
+    CHAT: [
         ({"temprature": 1}, "Did you mean 'temperature'"),
         ({"n": 0}, "n=0"),
         ({"top_logprobs": 2}, "logprobs=true"),
@@ -512,39 +484,37 @@ def test_the_same_request_asks_for_another_response(session):
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot"}]}, "robot"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "beginnings"),
-        (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "no images",
-        ),
+        ({"messages": ASSISTANT}, "beginnings"),
+        ({"messages": IMAGE}, "no images"),
     ],
-)
-def test_unsupported_fields_are_refused(fake, session, body, words):
-    answer = post(session, **body)
-    error = answer.json()["error"]
-    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
-    assert words in error["message"]
-    assert not session.turns
-    assert not fake.payloads()
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
+    MESSAGES: [
         ({"max_tokens": None}, "max_tokens"),
         ({"seed": 1}, "seed"),
         ({"temprature": 1}, "Did you mean 'temperature'"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "input_schema"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "beginnings"),
+        ({"messages": ASSISTANT}, "beginnings"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"thinking": {"type": "always"}}, "between_tools"),
+        ({"thinking": {"type": "x", "display": "updates"}}, "between_tools"),
+        ({"context_management": {"edits": 1}}, "list of edits"),
+        ({"messages": [{"role": "user", "content": [LINKED]}]}, "reads no files"),
     ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [(path, *row) for path, rows in REFUSED.items() for row in rows],
 )
-def test_unsupported_fields_are_refused_in_anthropics_dialect(session, body, words):
-    answer = post(session, "/v1/messages", **body)
+def test_unsupported_fields_are_refused(fake, session, path, body, words):
+    answer = post(session, path, **body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
     assert words in error["message"]
+    assert not session.turns
+    assert not fake.payloads()
 
 
 FIELDS = {
@@ -555,7 +525,7 @@ FIELDS = {
         "parallel_tool_calls",
     ),
     "/v1/completions": ("prompt", "logprobs", "echo", "n", "suffix", "stop"),
-    "/v1/messages": (
+    MESSAGES: (
         *("messages", "system", "tools", "tool_choice", "thinking", "stop_sequences"),
         *("max_tokens", "metadata", "top_k"),
     ),
@@ -586,7 +556,7 @@ def test_a_tool_that_failed_says_so():
         assert read == {"role": "tool", "content": text, "tool_call_id": "call"}
 
 
-MESSAGES = [
+ODD_MESSAGES = [
     {"role": "user", "content": 1},
     {"role": "user", "content": [{"type": "text", "text": 3}]},
     {"role": "assistant", "content": None, "tool_calls": 5},
@@ -602,9 +572,9 @@ MESSAGES = [
 ]
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_no_message_breaks_the_gateway(session, path):
-    for each in MESSAGES:
+    for each in ODD_MESSAGES:
         answer = post(session, path, messages=[*HELLO, each, *HELLO])
         assert answer.status_code in (200, 400), (each, answer.text)
 
@@ -616,7 +586,7 @@ def test_no_message_breaks_the_gateway(session, path):
         rb'{"messages": [{"role": "user", "content": "\ud800"}]}',
     ],
 )
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
 def test_malformed_json(session, path, content):
     answer = requests.post(session.url + path, data=content, timeout=30)
     assert answer.status_code == 400
@@ -632,7 +602,7 @@ def test_a_conversation_that_is_too_long(session):
     said = answer.json()["error"]["message"]
     longest, number = map(int, re.search(words, said).groups())
     assert longest < 4096 < number
-    anthropic = post(session, "/v1/messages", messages=messages)
+    anthropic = post(session, MESSAGES, messages=messages)
     assert anthropic.status_code == 400
     said = anthropic.json()["error"]["message"]
     # As Claude Code and LangChain search for it.
@@ -646,7 +616,7 @@ def test_a_conversation_that_is_too_long(session):
 def test_a_server_that_is_down(fake, session):
     fake.die()
     assert post(session).status_code == 503
-    answer = post(session, "/v1/messages")
+    answer = post(session, MESSAGES)
     assert (answer.status_code, answer.json()["error"]["type"]) == (503, "api_error")
     assert not session.turns
 
@@ -676,50 +646,14 @@ def test_requests_wait_for_a_weight_update(fake, fake_engine, session):
     assert {span.version for (span,) in spans} == {"1"}
 
 
-def test_many_sessions_at_once(gateway):
-    async def talk(client, session):
-        messages = list(HELLO)
-        headers = {"Authorization": f"Bearer {session.key}"}
-        for turn in range(2):
-            body = {"messages": messages, "max_tokens": 4}
-            url = f"{gateway.url}/v1/chat/completions"
-            async with client.post(url, json=body, headers=headers) as answer:
-                assert answer.status == 200
-                said = (await answer.json())["choices"][0]["message"]
-            messages += [said, {"role": "user", "content": f"more {turn}"}]
-
-    async def all_talk():
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(connector=connector) as client:
-            await asyncio.gather(*(talk(client, each) for each in sessions))
-
-    sessions = [gateway.session() for _ in range(256)]
-    asyncio.run(all_talk())
-    for session in sessions:
-        assert [turn.prompt.parent for turn in session.turns] == [None, 0]
-
-
 # Parsers.
 
 
-def test_tool_calls_and_reasoning_are_parsed(fake_engine):
-    with Gateway(
-        fake_engine,
-        tool_call_parser="qwen25",
-        reasoning_parser="qwen3",
-        chat_template=BARE,
-    ) as gateway:
-        session = gateway.session()
-        said = f"<think>hm</think>so{CALL}"
-        asked = [{"role": "user", "content": said}]
-        more = {"messages": asked, "max_tokens": 200, "tools": TOOLS}
-        found = message(post(session, **more))
-        assert found["reasoning_content"] == "hm"
-        assert found["tool_calls"][0]["function"]["name"] == "add"
-        assert json.loads(found["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
-        # Without tools nothing is a call.
-        found = message(post(session, **{**more, "tools": []}))
-        assert CALL in found["content"]
+def test_without_tools_nothing_is_a_call(fake_engine):
+    with Gateway(fake_engine, tool_call_parser="qwen25") as gateway:
+        asked = [{"role": "user", "content": CALL}]
+        answer = post(gateway.session(), messages=asked, max_tokens=200)
+        assert CALL in message(answer)["content"]
 
 
 @pytest.mark.parametrize(
@@ -809,15 +743,15 @@ def test_thinking_is_signed_and_joins_when_it_comes_back(fake_engine):
         session = gateway.session()
         asked = [{"role": "user", "content": THOUGHT}]
         given = {"messages": asked, "max_tokens": len(THOUGHT)}
-        answer = post(session, "/v1/messages", **given)
+        answer = post(session, MESSAGES, **given)
         blocks = answer.json()["content"]
         assert [block["type"] for block in blocks] == ["thinking", "text"]
         assert blocks[0]["signature"]
         assert blocks[1]["text"].startswith("42")
         said = {"role": "assistant", "content": blocks}
-        post(session, "/v1/messages", messages=[*asked, said, *HELLO])
+        post(session, MESSAGES, messages=[*asked, said, *HELLO])
         assert session.turns[1].prompt.parent == 0
-        stream = post(session, "/v1/messages", **given, stream=True).text
+        stream = post(session, MESSAGES, **given, stream=True).text
         deltas = [
             json.loads(line.removeprefix("data: ")).get("delta", {})
             for line in stream.splitlines()
@@ -831,17 +765,15 @@ def test_thinking_is_signed_and_joins_when_it_comes_back(fake_engine):
 @pytest.mark.parametrize("parser", [None, "qwen25"])
 def test_one_call_at_a_time_is_no_matter_without_calls(fake_engine, tools, parser):
     """Calls that nothing parses are text; a grammar is needed for others only."""
-    with Gateway(fake_engine, tool_call_parser=parser) as gateway:
-        _one_at_a_time(gateway.session(), tools, 400 if tools and parser else 200)
-
-
-def _one_at_a_time(session, tools, status):
-    answer = post(session, tools=tools, parallel_tool_calls=False)
-    assert answer.status_code == status
+    status = 400 if tools and parser else 200
     given = [{"name": "add", "input_schema": {"type": "object"}}] if tools else []
     choice = {"type": "auto", "disable_parallel_tool_use": True}
-    answer = post(session, "/v1/messages", tools=given, tool_choice=choice)
-    assert answer.status_code == status
+    with Gateway(fake_engine, tool_call_parser=parser) as gateway:
+        session = gateway.session()
+        answer = post(session, tools=tools, parallel_tool_calls=False)
+        assert answer.status_code == status
+        answer = post(session, MESSAGES, tools=given, tool_choice=choice)
+        assert answer.status_code == status
 
 
 def test_an_empty_response(session):
@@ -849,7 +781,7 @@ def test_an_empty_response(session):
     assert found["content"] == ""
     stream = post(session, max_tokens=0, stream=True)
     assert stream.text.endswith("data: [DONE]\n\n")
-    blocks = post(session, "/v1/messages", max_tokens=0).json()["content"]
+    blocks = post(session, MESSAGES, max_tokens=0).json()["content"]
     assert blocks == [{"type": "text", "text": ""}]
 
 

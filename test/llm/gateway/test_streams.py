@@ -7,10 +7,10 @@ import json
 from contextlib import contextmanager
 
 import httpx
-import openai
 import pytest
 import torch
 from helpers.chat_families import family_tokenizer
+from helpers.gateway_client import anthropic_client, openai_client
 from helpers.log_probs import TOLERANCE
 from helpers.tool_template import ADD, CALL, TOOL_TEMPLATE, TOOLS
 
@@ -65,7 +65,7 @@ def policy_of(engine, call_parser, reasoning_parser):
         tool_call_parser=call_parser,
         reasoning_parser=reasoning_parser,
     ) as gateway:
-        yield gateway._policy
+        yield gateway.policy
 
 
 async def read_all(policy, text, tools, reasoning_parser, call_parser):
@@ -166,12 +166,12 @@ def session_of(engine, regex=SAID, **arguments):
     given = {"chat_template": TOOL_TEMPLATE, **parsers, **arguments}
     with Gateway(engine, forced_sampling_params=forced, **given) as gateway:
         session = gateway.session()
-        session.policy = gateway._policy
+        session.policy = gateway.policy
         yield session
 
 
 def chat_deltas(session):
-    with openai.OpenAI(base_url=session.base_url, api_key=session.key) as client:
+    with openai_client(session) as client:
         chunks = client.chat.completions.create(
             model="policy", messages=HELLO, tools=TOOLS, stream=True
         )
@@ -182,11 +182,10 @@ def chat_deltas(session):
 
 
 def message_deltas(session):
-    import anthropic
 
     reasoning, content, calls = [], [], []
     with (
-        anthropic.Anthropic(base_url=session.url, api_key=session.key) as client,
+        anthropic_client(session) as client,
         client.messages.stream(
             model="policy", messages=HELLO, max_tokens=2000, tools=[AS_ANTHROPIC]
         ) as stream,
@@ -210,7 +209,7 @@ def message_deltas(session):
 def response_deltas(session):
     reasoning, content = [], []
     with (
-        openai.OpenAI(base_url=session.base_url, api_key=session.key) as client,
+        openai_client(session) as client,
         client.responses.stream(
             model="policy", input="hello", tools=[RESPONSES_TOOL]
         ) as stream,
@@ -268,7 +267,7 @@ def test_a_stream_comes_as_it_is_generated(grammar_engine, score, ask):
 def test_text_of_plain_completions(grammar_engine):
     with (
         session_of(grammar_engine, "[a-z]{500}") as session,
-        openai.OpenAI(base_url=session.base_url, api_key=session.key) as client,
+        openai_client(session) as client,
     ):
         chunks = client.completions.create(
             model="policy", prompt="Once ", stream=True, echo=True
@@ -281,7 +280,7 @@ def test_text_of_plain_completions(grammar_engine):
 def test_log_probs_come_with_the_end(grammar_engine):
     with (
         session_of(grammar_engine, "[a-z]{300}") as session,
-        openai.OpenAI(base_url=session.base_url, api_key=session.key) as client,
+        openai_client(session) as client,
     ):
         chunks = client.chat.completions.create(
             model="policy", messages=HELLO, stream=True, logprobs=True
@@ -294,7 +293,7 @@ def test_log_probs_come_with_the_end(grammar_engine):
 def test_several_responses_at_once(grammar_engine):
     with (
         session_of(grammar_engine, "[a-z]{300}") as session,
-        openai.OpenAI(base_url=session.base_url, api_key=session.key) as client,
+        openai_client(session) as client,
     ):
         chunks = client.chat.completions.create(
             model="policy", messages=HELLO, stream=True, n=2

@@ -224,7 +224,7 @@ def test_sampling_parameters_of_torchrl_and_vllm(make, names, parts):
     with make(generate_kwargs={"max_new_tokens": 4, **names}, **parts) as run:
         if run.gateway is not None:
             engine = translate(run.sampling).engine
-            assert run.gateway._default_params == engine
+            assert run.gateway.default_params == engine
 
 
 @pytest.mark.parametrize("names", [{"logprobs": 2}, {"skip_special_tokens": True}])

@@ -67,13 +67,8 @@ class Writer(abc.ABC):
         """Returns a keep-alive of a stream without content."""
         return b": waiting\n\n"
 
-    def failed(self, failure: Failure, error: Mapping[str, Any]) -> bytes:
-        """Returns the events of a stream whose answer failed.
-
-        Args:
-            failure: before it is spelt.
-            error: as the dialect spells it.
-        """
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        """Returns the events of a failed stream, from :meth:`Dialect.error`."""
         return event(error, "error")
 
 

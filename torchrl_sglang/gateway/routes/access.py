@@ -39,23 +39,21 @@ class Access:
 
     def _session(self, request: web.Request) -> Session:
         name, key = request.match_info.get("session"), self.key(request)
-        owner = self._is_owner(key)
+        is_owner = self._is_owner(key)
         if name is None:
-            if key is None or owner:
+            if key is None or is_owner:
                 raise GatewayError(
                     "No session is named: use a session's own key, or its base URL.",
                     status=401,
                 )
             return self._gateway.find(key=key)
-        if owner:
+        if is_owner:
             return self._open(name)
-        belongs = self._session_of(key)
-        if belongs is not None and belongs.name == name:
-            return belongs
-        if belongs is not None or not self._gateway.open:
-            raise _wrong_key(name, key)
-        _check_local(request)
-        return self._gateway.find(name=name)
+        session = self._session_of(key)
+        if session is None and self._gateway.open:
+            _check_local(request)
+            return self._gateway.find(name=name)
+        return _check_name(session, name, key)
 
     def own(self, request: web.Request) -> Session:
         """Returns a session for its key."""
@@ -63,10 +61,7 @@ class Access:
         if self._is_owner(key):
             session = self._gateway.find(name=name)
         else:
-            belongs = self._session_of(key)
-            if belongs is None or belongs.name != name:
-                raise _wrong_key(name, key)
-            session = belongs
+            session = _check_name(self._session_of(key), name, key)
         request.app[STRANGERS].know(request)
         return session
 
@@ -137,8 +132,11 @@ def _is_local(url: str) -> bool:
         return False
 
 
-def _wrong_key(name: str, key: str | None) -> GatewayError:
-    return GatewayError(
+def _check_name(session: Session | None, name: str, key: str | None) -> Session:
+    """Returns the session of a key; raises :class:`GatewayError` for another name."""
+    if session is not None and session.name == name:
+        return session
+    raise GatewayError(
         f"This key does not open the session {name!r}."
         if key
         else f"The session {name!r} opens with its key.",

@@ -136,7 +136,7 @@ class Stream:
         except Exception as error:  # noqa: BLE001 - The status has been sent already.
             failure = failure_of(self._request, error)
         if failure is not None:
-            yield self._write.failed(failure, self._dialect.error(failure))
+            yield self._write.failed(self._dialect.error(failure))
             if self._task.done() and self._task.exception() is None:
                 raise ConnectionResetError("The answer differs from its streamed part.")
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.gateway.dialects.base import AnswerInfo, Asked, Failure, Writer
+from torchrl_sglang.gateway.dialects.base import AnswerInfo, Asked, Writer
 from torchrl_sglang.gateway.dialects.openai import logprob_rows
 from torchrl_sglang.gateway.dialects.responses.events import EventStream
 from torchrl_sglang.gateway.dialects.responses.items import to_items
@@ -87,7 +87,7 @@ class ResponseWriter(Writer):
         """Returns events: some clients do not accept comments as keep-alive events."""
         return b"".join(self._stream.wait())
 
-    def failed(self, failure: Failure, error: Mapping[str, Any]) -> bytes:
+    def failed(self, error: Mapping[str, Any]) -> bytes:
         """Returns the events of a stream whose answer failed."""
         return b"".join(self._stream.fail(error["error"]))
 
