@@ -51,12 +51,6 @@ class PieceEncoder:
 
     Texts are only cut before special tokens, and only after a test of equal tokens. A
     tokenizer in Python, or with special tokens in normalized text, encodes whole texts.
-
-    Args:
-        tokenizer: tokenizer of a model.
-        encode: returns the tokens of a text, without added tokens.
-        long: smallest number of characters of a cached piece.
-        kept: largest number of characters in all cached pieces.
     """
 
     def __init__(

@@ -165,17 +165,7 @@ class TurnCodec:
         policy_version: int,
         timeout: float,
     ) -> ConversationTurn:
-        """Returns the policy's response; each sample of a group has its own seed.
-
-        Args:
-            prompt: conversation that it responds to.
-            sample: number of the response in its group.
-            seed: of the response, instead of one from the policy's.
-            session_id: of the conversation.
-            priority: of the request in a server's queue.
-            policy_version: version of the policy at present.
-            timeout: in seconds.
-        """
+        """Returns the policy's response; each sample of a group has its own seed."""
         start, params = time.time(), self._params.for_sample(sample)
         if seed is not None:
             params = {**params, "sampling_seed": to_python(seed)}

@@ -15,9 +15,6 @@ from torchrl_sglang.support.user_code import CallTimeoutError, describe
 def naming(role: str) -> Iterator[None]:
     """Names the function in the errors that a call of it raises.
 
-    Args:
-        role: what the function is, such as ``"The reward function 'solution'"``.
-
     KeyError: 'answer'.
     """
     try:

@@ -80,19 +80,9 @@ class Complete:
 class Collection:
     """Keeps groups running, within the bounds of a pool.
 
-    It refers to nothing of its owner, which may be dropped while this runs.
-
-    Args:
-        pool: decides which groups run and which are taken.
-        prompts: of the groups.
-        groups: makes them.
-        max_in_flight: most conversations that run at once; ``None`` for no limit.
-        max_retries: how often a group whose functions failed starts again.
-        engine_seconds: how long groups that the engine failed start again.
-        events: publishes the life of each group.
-        keeps: whether a complete group is trained on, by its rows; ``None`` for all.
-        asleep: returns the tags of the engine's memory that is released: groups wait
-            until there are none, for ``engine_seconds`` at most.
+    It refers to nothing of its owner, which may be dropped while this runs. ``keeps``
+    returns whether a complete group is trained on, by its rows. ``asleep`` returns the
+    tags of the engine's released memory: groups wait until there are none.
     """
 
     def __init__(
@@ -251,14 +241,9 @@ class Collection:
     ) -> list[ReadyGroup[Complete]]:
         """Returns the groups of a batch; none at the end.
 
-        Their prompts are not done before :meth:`close`.
-
-        Args:
-            size: number of groups.
-            timeout: in seconds.
-            demand: start groups for it beyond the pool's bound, if it needs them;
-                otherwise it is taken in the background, and not during a pause.
-            on_wait: called each second while there are not enough, in this thread.
+        Their prompts are not done before :meth:`close`. Without ``demand`` they are
+        taken in the background, not during a pause, and the pool's bound holds.
+        ``on_wait`` is called each second while there are not enough, in this thread.
         """
         deadline = time.monotonic() + timeout
         look_at = time.monotonic() + ON_WAIT_SECONDS

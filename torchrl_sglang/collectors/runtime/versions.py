@@ -66,14 +66,6 @@ class PolicyVersions:
         Args:
             generated: servers may have generated with its weights, which so have a
                 count of their own; the next update's are others.
-
-        Examples:
-            >>> versions = PolicyVersions("3")
-            >>> versions.announce("4")
-            >>> versions.fail(generated=True)
-            >>> versions.announce("5")
-            >>> versions.current, versions.of("4"), versions.of("5")
-            (1, 1, 2)
         """
         if generated:
             self.current += 1
@@ -110,12 +102,6 @@ class PolicyVersions:
 
         The collector's own senders announce theirs. Versions from before their first
         update are nobody else's: those of an earlier run, or of a checkpoint.
-
-        Examples:
-            >>> versions = PolicyVersions("3")
-            >>> versions.announce("4")
-            >>> [versions._is_foreign(name) for name in ("default", "3", "4", "5")]
-            [False, False, False, True]
         """
         names = (
             name

@@ -43,24 +43,10 @@ class ReadyGroup(Generic[T]):
 class GroupPool(Generic[T]):
     """Tracks the groups of a collection and applies the rules of :mod:`.admission`.
 
-    Args:
-        limits: how far collection may run ahead.
-        on_stale: what happens to complete groups that are too old.
-        total: groups to consume; -1 for no end.
-        on_close: called with the position of each prompt that is done.
-        pace: measures groups and trainer.
-        in_order: batches are of the first groups in the order of prompts, whichever
-            are complete first.
-        on_stale_group: called with the position of each complete group that is dropped
-            for its age.
-
-    Attributes:
-        total (int): groups to consume.
-        version (int): policy version of the trainer.
-        consumed (int): groups that were taken.
-        stale (int): complete groups that were too old.
-        buffered (bool): groups that are taken go to a replay buffer, where they count
-            as ahead of training until an update; otherwise the trainer has them.
+    ``total`` is the number of groups to consume; -1 for no end. With ``in_order``
+    batches have the first groups in the order of prompts, whichever are complete first.
+    If the pool is ``buffered``, groups that are taken go to a replay buffer, where they
+    count as ahead of training until an update; otherwise the trainer has them.
     """
 
     def __init__(
