@@ -29,6 +29,7 @@ from torch.utils.data import DataLoader
 from torchrl.envs import Transform
 
 from torchrl_sglang import CollectorTimeouts, Gateway
+from torchrl_sglang.collectors.groups.tools import Tools
 from torchrl_sglang.errors import (
     CollectionError,
     ConfigurationError,
@@ -331,12 +332,17 @@ def test_a_task_and_a_reward_of_one_name(make):
         collect(collector)
 
 
-def test_reserved_columns_of_a_dataset(make):
-    class Dataset(list):
-        column_names = ["query", "log_probs"]  # noqa: RUF012
+class Table(list):
+    """Tasks with names of columns, as a dataset of Hugging Face has them."""
 
+    def __init__(self, *names):
+        super().__init__(tasks(3))
+        self.column_names = [*names]
+
+
+def test_reserved_columns_of_a_dataset(make):
     with pytest.raises(ConfigurationError, match="'log_probs'.*rename"):
-        make(prompts=Dataset(tasks(3)))
+        make(prompts=Table("query", "log_probs"))
 
 
 def test_columns_of_a_dataset_that_a_reward_function_needs(make):
@@ -362,7 +368,7 @@ def test_the_reserved_names_are_those_of_a_row(make, gateway):
         names = {*batch[0].keys(), *batch[0]["next"].keys()} - {"query", "answer"}
         for name in names:
             with pytest.raises(ConfigurationError, match=repr(name)):
-                collector._collection.groups.check_columns([name])
+                make(prompts=Table(name), **options)
 
 
 def test_values_that_no_tensor_holds_are_kept(make):
@@ -622,8 +628,7 @@ def test_a_sandbox_for_each_conversation(make):
     batch = next(iter(collector))
     assert batch["next", "reward"].flatten().tolist() == [0.0, 1.0]
     assert closed == ["question 0"]
-    text = str(collector._collection.groups._conversations._tools.schemas)
-    assert "conversation" not in text
+    assert "conversation" not in str(Tools([run]).schemas)
 
 
 class UnspeakableError(Exception):
