@@ -91,8 +91,8 @@ class AsyncLLMCollector(GroupCollector):
             functions need ``input_mode="history"``.
         prompts: a dataset (read by index, epoch after epoch), a ``DataLoader`` or
             another iterable of tasks. A task is a mapping, a TensorDict or a text; its
-            values are in each turn of the batch, under their names, which must not be
-            those of the batch's own columns. Batches of a ``DataLoader`` are taken
+            values are in each turn of the batch, under their names, which must differ
+            from the batch's own columns. Batches of a ``DataLoader`` are taken
             apart: PyTorch's own collate function has made tensors of numbers, and with
             ``collate_fn=list`` the tasks are unchanged. Any other collate function
             returns a list of tasks, or a mapping of columns with one entry for each
@@ -132,7 +132,7 @@ class AsyncLLMCollector(GroupCollector):
             that the chat template refuses ends the collector. Errors of the engine are
             retried for ``timeouts.engine`` seconds. Defaults to 2.
         request_order (str): which requests the servers begin first, where more wait
-            than they can run: ``"arrival"`` (default), or ``"oldest"``: those of the
+            than they can run: ``"arrival"`` (default), or ``"oldest"``: requests of
             groups that started first, so that a later turn of an older group does not
             wait behind first turns of newer ones. It needs servers with
             ``enable_priority_scheduling=True`` and
@@ -155,7 +155,7 @@ class AsyncLLMCollector(GroupCollector):
         recorder (RunRecorder, optional): records the life of each group, weight
             updates, servers and batches; or another function of an event of
             :mod:`torchrl_sglang.observer`. Defaults to None.
-        **arguments: the short form: those of :class:`.FunctionGroups`, such as
+        **arguments: the short form: arguments of :class:`.FunctionGroups`, such as
             ``rewards``; ``env``; or ``agent`` and ``gateway``.
 
     Raises:
@@ -472,8 +472,8 @@ class AsyncLLMCollector(GroupCollector):
         Save it after training on a batch, in one step with the weights that were sent
         last, the optimizer and the replay buffer; after :meth:`start`, within
         ``with collector.pause():``. Prompts whose groups were not taken by then are
-        generated again after :meth:`load_state_dict`; those of batches that were taken,
-        or written to the buffer, are not.
+        generated again after :meth:`load_state_dict`, but not if their batches
+        were taken, or written to the buffer.
         """
         with self._collection.changed:
             state = self._collection.pool.state_dict()
@@ -489,9 +489,9 @@ class AsyncLLMCollector(GroupCollector):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Goes on where a state was saved, before the first batch.
 
-        The prompts must be those of that run, in the same order; the seed is the
-        state's. Send the weights that were saved with it to the servers before: they
-        have the state's policy version then.
+        The prompts must be the same, in the same order; the seed is the state's. Send
+        the weights that were saved with it to the servers before: they have the
+        state's policy version then.
 
         Raises:
             CollectionError: if the collector has started.

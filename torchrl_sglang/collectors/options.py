@@ -26,7 +26,7 @@ OnOtherSender: TypeAlias = Literal["warn", "raise"]
 """What happens to a batch whose tokens come from weights that another sender sent."""
 
 RequestOrder: TypeAlias = Literal["arrival", "oldest"]
-"""Requests as they come, or those of the groups that started first."""
+"""Requests begin as they come, or groups that started earlier go first."""
 
 COUNTS: Mapping[str, int] = {
     "group_size": 1,

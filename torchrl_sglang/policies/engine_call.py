@@ -51,7 +51,7 @@ class Stages(NamedTuple):
 
 _Steps = Generator[tuple[Sequence[GenerateRequest], bool], list[Outcome], list[Outcome]]
 """Yields requests of an engine's call and its ``return_exceptions``, takes their
-outcomes, and returns those of all."""
+outcomes, and returns the outcomes of all requests."""
 
 
 def ask(

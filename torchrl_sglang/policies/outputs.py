@@ -73,7 +73,7 @@ GenerationInfo.__doc__ = """Metadata of each response beyond tokens and log-prob
     Written with ``SGLangWrapper(..., return_generation_info=True)``, and also where
     ``generate_kwargs={"logprobs": N}`` asks for the top ``N`` tokens.
 
-    Shapes are those of one sample, after the batch dimensions, as in
+    Shapes are for one sample, after the batch dimensions, as in
     :class:`~torchrl.modules.llm.policies.Tokens`. ``Lr`` is the response length.
 
     Args:
@@ -215,7 +215,7 @@ def generated(
 ) -> list[Sample]:
     """Returns all containers of each generated sample.
 
-    ``texts`` are those of :func:`read_texts`, and ``ended`` tells which responses end
+    ``texts`` come from :func:`read_texts`; ``ended`` is True for responses that end
     with a token that ends a turn. Without them there are no texts and conversations, or
     no :class:`.GenerationInfo`.
     """
@@ -433,7 +433,7 @@ def assemble(
     """Returns each container of the batch, of batch size ``shape``, on ``device``.
 
     ``samples`` are in row-major order; conversations are on ``device`` already.
-    ``layouts`` are those of the samples' token columns.
+    ``layouts`` describe the samples' token columns.
     """
     if pad_output:
         pad_samples(samples, padding_value, layouts)

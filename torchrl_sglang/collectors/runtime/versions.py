@@ -101,7 +101,7 @@ class PolicyVersions:
         """Returns a version of responses that another sender has given the servers.
 
         The collector's own senders announce theirs. Versions from before their first
-        update are nobody else's: those of an earlier run, or of a checkpoint.
+        update belong to an earlier run, or to a checkpoint.
         """
         names = (
             name

@@ -50,8 +50,8 @@ class _Attempts:
 class GroupFailures:
     """Failures of the groups that are neither complete nor given up.
 
-    An engine recovers, so its failures are borne for a time, and those of a group's
-    own functions and environments a number of times. A chat template that refuses a
+    An engine recovers, so its failures are borne for a time; a group's own functions
+    and environments may fail a number of times. A chat template that refuses a
     later turn ends the collection: groups without such a turn would be selected, for
     example those in which no response calls a tool. When the engine has failed several
     groups for that long and none was complete meanwhile, it is at fault, and the
