@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
@@ -18,6 +18,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from helpers.learner_batches import make_row
 from torchrl_sglang import CorrectedGRPOLoss
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.learner import Learner
@@ -70,36 +71,12 @@ def model_of(folder: Path, case: str) -> Path:
     return folder / (case if case in MODELS else "tied")
 
 
-def make_row(number: int) -> TensorDict:
-    generator = torch.Generator().manual_seed(number)
-    length = 3 + number % 5
-    prompt = torch.tensor([5, 6, 7])
-    response = torch.randint(8, 60, (length,), generator=generator)
-    log_probs = torch.full((length,), -5.0)
-    full = torch.cat([prompt, response])
-    return TensorDict(
-        query="a question",
-        tokens=TensorDict(prompt=prompt, response=response, full=full),
-        masks=TensorDict(
-            all_attention_mask=torch.ones(len(full), dtype=torch.bool),
-            all_assistant_mask=torch.arange(len(full)) >= 3,
-        ),
-        log_probs=TensorDict(
-            response=log_probs, full=torch.cat([torch.full((3,), torch.nan), log_probs])
-        ),
-        advantage=torch.randn(1, 1, generator=generator),
-        token_policy_version=torch.zeros(length, dtype=torch.int64),
-        next=TensorDict(
-            reward=torch.ones(1, 1),
-            done=torch.ones(1, dtype=torch.bool),
-            policy_version=torch.tensor(0),
-        ),
-    )
-
-
 def batch_of(step: int, ranks: TrainerRanks) -> Any:
     """Returns a rank's share of a batch."""
-    rows = [make_row(100 * step + number) for number in range(8)]
+    rows = [make_row(100 * step + number, 1.0, 3 + number % 5) for number in range(8)]
+    generator = torch.Generator().manual_seed(step)
+    for row in rows:
+        row["advantage"] = torch.randn(1, 1, generator=generator)
     return lazy_stack(rows[ranks.rank :: ranks.size])
 
 

@@ -1,8 +1,8 @@
 """Group-relative advantages of responses.
 
-A row of :data:`ADVANTAGES` is a pure function of the returns of groups. Batches come
-from this package's collectors: whole groups, in which the turns of a conversation and
-the conversations of a group are consecutive.
+A row of :data:`ADVANTAGES` is a pure function of the returns of groups, float64
+``(groups, group_size)``. Batches come from this package's collectors: whole groups, in
+which the turns of a conversation and the conversations of a group are consecutive.
 """
 
 from __future__ import annotations
@@ -38,9 +38,6 @@ def standardized(returns: Tensor) -> Tensor:
 
     DeepSeekMath, https://arxiv.org/abs/2402.03300.
 
-    Args:
-        returns: float64, ``(groups, group_size)``.
-
     Examples:
         >>> standardized(torch.tensor([[0.0, 0.0, 1.0, 1.0]])).round(decimals=3)
         tensor([[-0.8660, -0.8660,  0.8660,  0.8660]])
@@ -53,9 +50,6 @@ def centered(returns: Tensor) -> Tensor:
 
     Understanding R1-Zero-Like Training, https://arxiv.org/abs/2503.20783.
 
-    Args:
-        returns: float64, ``(groups, group_size)``.
-
     Examples:
         >>> centered(torch.tensor([[0.0, 0.0, 0.0, 1.0]]).double())
         tensor([[-0.2500, -0.2500, -0.2500,  0.7500]], dtype=torch.float64)
@@ -67,9 +61,6 @@ def leave_one_out(returns: Tensor) -> Tensor:
     r"""RLOO: :math:`R_i` minus the mean of the *other* returns.
 
     Back to Basics, https://arxiv.org/abs/2402.14740.
-
-    Args:
-        returns: float64, ``(groups, group_size)``.
 
     Examples:
         >>> leave_one_out(torch.tensor([[0.0, 0.0, 1.0]]).double())

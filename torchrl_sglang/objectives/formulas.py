@@ -31,28 +31,14 @@ SAFETY_BOUND = 20.0
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sums the values of the mask, over everything or over a dimension.
-
-    Examples:
-        >>> values = torch.tensor([[1.0, 2.0, torch.nan], [5.0, 7.0, 9.0]])
-        >>> mask = torch.tensor([[True, True, False], [False, False, True]])
-        >>> masked_sum(values, mask), masked_sum(values, mask, -1)
-        (tensor(12.), tensor([3., 9.]))
-    """
+    """Sums the values of the mask, over everything or over a dimension."""
     # Selected, not multiplied: NaN times zero is NaN.
     selected = torch.where(mask, values, 0)
     return selected.sum() if dim is None else selected.sum(dim)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Averages the values of the mask; zero where the mask is empty.
-
-    Examples:
-        >>> values = torch.tensor([[1.0, 2.0, torch.nan], [5.0, 7.0, 9.0]])
-        >>> mask = torch.tensor([[True, True, False], [False, False, False]])
-        >>> masked_mean(values, mask), masked_mean(values, mask, -1)
-        (tensor(1.5000), tensor([1.5000, 0.0000]))
-    """
+    """Averages the values of the mask; zero where the mask is empty."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(values, mask, dim) / count.clamp_min(1)
 

@@ -653,15 +653,9 @@ class CorrectedCISPOLoss(CorrectedGRPOLoss, TorchRLCISPOLoss):
 
     so that every token has a gradient, however far its ratio is clipped. MiniMax-M1,
     https://arxiv.org/abs/2506.13585. TorchRL 0.14's ``CISPOLoss`` differentiates the
-    clipped weight itself: it has no gradient for clipped tokens. Averages are as in
-    :class:`.CorrectedGRPOLoss`.
-
-    Args:
-        actor_network: as for :class:`.CorrectedGRPOLoss`.
-
-    Keyword Args:
-        **kwargs: as for :class:`.CorrectedGRPOLoss`. The paper sets no lower bound:
-            ``clip_epsilon=(0.999, high)``.
+    clipped weight itself: it has no gradient for clipped tokens. Averages and arguments
+    are as in :class:`.CorrectedGRPOLoss`. The paper sets no lower bound:
+    ``clip_epsilon=(0.999, high)``.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper
@@ -688,17 +682,9 @@ class CorrectedGSPOLoss(CorrectedGRPOLoss):
             1 + \epsilon_{high}) A_i), \qquad
         s_i = \Big(\frac{\pi_\theta(y_i)}{\pi_{rollout}(y_i)}\Big)^{1/|y_i|}
 
-    Group Sequence Policy Optimization, https://arxiv.org/abs/2507.18071. Clipping
-    bounds are much smaller than GRPO's: the paper has 3e-4 and 4e-4, which are the
-    defaults here, as is ``aggregation="prompt_mean"``.
-
-    Args:
-        actor_network: as for :class:`.CorrectedGRPOLoss`.
-
-    Keyword Args:
-        clip_epsilon: Defaults to ``(3e-4, 4e-4)``.
-        aggregation: Defaults to ``"prompt_mean"``.
-        **kwargs: as for :class:`.CorrectedGRPOLoss`.
+    Group Sequence Policy Optimization, https://arxiv.org/abs/2507.18071. Arguments are
+    as in :class:`.CorrectedGRPOLoss`, but for the paper's clipping bounds, 3e-4 and
+    4e-4, which are much smaller than GRPO's, and for ``aggregation="prompt_mean"``.
 
     Examples:
         >>> from torchrl.modules.llm import TransformersWrapper

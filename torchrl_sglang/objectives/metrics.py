@@ -39,10 +39,8 @@ def mismatch_statistics(
     of both, and ``ppl_ratio`` of their ratio. ``chi2_token`` and ``chi2_seq`` are
     :math:`E[r^2] - 1` for tokens and for sequences.
 
-    Args:
-        train: log-probs of the trainer's policy, ``(B, T)``.
-        rollout: log-probs of the rollout policy, ``(B, T)``.
-        mask: bool ``(B, T)``; without a token every metric is finite.
+    ``train`` and ``rollout`` are log-probs ``(B, T)``; with an empty mask every metric
+    is finite.
 
     Examples:
         >>> train, rollout = torch.tensor([[-1.0, -9.0]]), torch.tensor([[-2.0, -9.0]])
@@ -93,12 +91,8 @@ def weight_statistics(
     was changed. ``rollout_is_seq_*`` are the same for the means over sequences, and
     ``rollout_is_seq_max_deviation`` is their largest distance from 1.
 
-    Args:
-        raw: weights before truncation, ``(B, T)``.
-        weights: weights after truncation, ``(B, T)``.
-        mask: bool ``(B, T)``; without a token every metric is finite.
-        level: ``"token"`` or ``"sequence"``.
-        bounds: lower bound, or None, and upper bound.
+    ``raw`` and ``weights``, ``(B, T)``, are before and after truncation to ``bounds``,
+    a lower bound or None and an upper bound.
 
     Examples:
         >>> raw, mask = torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])
@@ -144,11 +138,7 @@ def rejection_statistics(
     and ``_min`` of the statistic, ``_masked_fraction`` of dropped tokens and
     ``_seq_masked_fraction`` of sequences with a dropped token.
 
-    Args:
-        rejection: the criterion.
-        log_ratio: ``(B, T)``.
-        keep: bool ``(B, T)``: the remaining tokens.
-        mask: bool ``(B, T)``; without a token every metric is finite.
+    ``keep`` has the remaining tokens; all tensors are ``(B, T)``.
     """
     values = formulas.rejection_statistic(
         log_ratio, mask, rejection.aggregate, rejection.estimator

@@ -29,9 +29,6 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NUM_GROUPS = ("num_group", "n_group", "num_expert_group")
 
-_SINKS = ("PhimoeTopKRouter",)
-"""Routers with successive maxima instead of ``topk``."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Router:
@@ -47,8 +44,6 @@ class Router:
     """Number of its experts."""
     num_groups: int
     """Groups of experts, chosen first; 1: none."""
-    in_turn: bool
-    """Whether it chooses successive experts by maxima."""
 
 
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
@@ -126,7 +121,6 @@ def _describe(name: str, module: nn.Module, model: nn.Module) -> Router:
         layer=int(match[1]),
         num_experts=count,
         num_groups=_first_int(_NUM_GROUPS, module, text) or 1,
-        in_turn=_own_name(module) in _SINKS,
     )
 
 
@@ -147,7 +141,6 @@ class Choose(TorchFunctionMode):
         super().__init__()
         self._router, self._experts = router, experts
         self._missing = (experts < 0).any(-1, keepdim=True)
-        self._turns: list[Tensor] = []
         self.own: Tensor | None = None
 
     def __torch_function__(
@@ -159,8 +152,6 @@ class Choose(TorchFunctionMode):
             scores = args[0] if args else kwargs["input"]
             chosen = kwargs.get("k", args[1] if len(args) > 1 else None)
             return self._topk(scores, chosen, result)
-        if func in (torch.max, torch.Tensor.max) and self._router.in_turn:
-            return self._max(args[0], kwargs, result)
         return result
 
     def _topk(self, scores: Tensor, chosen: Any, result: Any) -> Any:
@@ -198,16 +189,3 @@ class Choose(TorchFunctionMode):
         needed &= ~self._missing
         indices = scores.masked_fill(needed, float("inf")).topk(chosen, dim=-1).indices
         return torch.return_types.topk((scores.gather(-1, indices), indices))
-
-    def _max(self, scores: Tensor, kwargs: Any, result: Any) -> Any:
-        """Returns the score of the next expert."""
-        if not kwargs.get("keepdim") or len(self._turns) == self._experts.shape[-1]:
-            return result
-        experts = self._experts[:, len(self._turns), None]
-        indices = torch.where(self._missing, result.indices, experts)
-        self._turns.append(result.indices)
-        if len(self._turns) == self._experts.shape[-1]:
-            chosen = torch.cat(self._turns, -1).sort(-1).values
-            is_same = (chosen == self._experts.sort(-1).values).all(-1)
-            self.own = is_same | self._missing.squeeze(-1)
-        return torch.return_types.max((scores.gather(-1, indices), indices))

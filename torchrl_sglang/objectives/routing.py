@@ -170,11 +170,6 @@ class RoutingReplay:
             routed = self._pass.get()
             if routed is None or routed.placed is None:
                 return original(*args, **kwargs)
-            if router.in_turn and router.module.training:
-                raise ConfigurationError(
-                    f"The router {router.name} draws experts at random in training "
-                    f"mode, which no replay is of; call model.eval()."
-                )
             with Choose(router, routed.placed[:, router.layer].long()) as mode:
                 output = original(*args, **kwargs)
             if mode.own is None:

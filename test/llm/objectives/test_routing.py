@@ -56,7 +56,6 @@ FAMILIES = {
     "olmoe": EIGHT,
     "granitemoe": LOCAL,
     "minimax_m2": LOCAL,
-    "phimoe": LOCAL,
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENT, "q_lora_rank": 16},
     "glm4_moe": {**ROUTED, "n_group": 1, "topk_group": 1},
@@ -121,9 +120,8 @@ def test_families(name, ids):
         with replay.using(experts), torch.no_grad():
             assert torch.equal(model(ids).logits, logits)
             # A server can report them in another order.
-            if name != "phimoe":
-                with replay.using(experts.flip(-1).to(torch.int8)):
-                    assert torch.equal(model(ids).logits, logits)
+            with replay.using(experts.flip(-1).to(torch.int8)):
+                assert torch.equal(model(ids).logits, logits)
         assert replay.flipped == 0
         others = torch.where(experts < 0, -1, (experts + 3) % 8)
         with replay.using(others):
@@ -358,13 +356,6 @@ def test_models_that_cannot(moe):
         replay_routing(moe),
     ):
         pass
-    phimoe = make("phimoe").train()
-    with (
-        replay_routing(phimoe) as replay,
-        replay.using(torch.zeros(1, 1, 3, 2, dtype=torch.int8)),
-        pytest.raises(ConfigurationError, match=r"at random .* call model.eval\(\)"),
-    ):
-        phimoe(torch.zeros(1, 1, dtype=torch.long))
     # A router that does not choose by topk.
     moe.model.layers[0].mlp.gate.forward = lambda hidden: (hidden, hidden, hidden)
     with (

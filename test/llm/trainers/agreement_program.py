@@ -10,11 +10,14 @@ import math
 import sys
 import warnings
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from helpers.learner_batches import make_batch
 from tensordict import lazy_stack, set_list_to_stack
-from test_learner import make_batch
 
 from torchrl_sglang import CorrectedGRPOLoss, Learner
 from torchrl_sglang.errors import NotFiniteError, SGLangError

@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from helpers.learner_batches import make_batch
 from tensordict import lazy_stack, set_list_to_stack
-from test_learner import make_batch
 
 from torchrl_sglang import CorrectedGRPOLoss, Learner
 from torchrl_sglang.errors import ConfigurationError, SGLangError

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import math
-import os
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.learner_batches import make_batch
 from helpers.log_probs import score
 from helpers.slow import diagonal
 from helpers.torchrun import run_ranks
-from tensordict import TensorDict, lazy_stack
+from tensordict import lazy_stack
 from torch.optim import lr_scheduler as lrs
 from torchrl.objectives.llm import GRPOLoss
 from transformers import get_scheduler
@@ -23,7 +23,6 @@ from torchrl_sglang import (
     GRPO,
     CorrectedGRPOLoss,
     CorrectedGSPOLoss,
-    GroupAdvantage,
     Learner,
     RolloutCorrectionConfig,
 )
@@ -37,42 +36,6 @@ from torchrl_sglang.trainers.ranks import TrainerRanks
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 CPU = torch.device("cpu")
-GROUP = 4
-
-
-def make_row(number, reward, length=3, *, scored=True):
-    """Returns a response as a collector writes it."""
-    generator = torch.Generator().manual_seed(number)
-    prompt = torch.tensor([5, 6, 7])
-    response = torch.randint(8, 60, (length,), generator=generator)
-    log_probs = torch.full((length,), -5.0 if scored else math.nan)
-    full = torch.cat([prompt, response])
-    return TensorDict(
-        query=f"question {number // GROUP}",
-        tokens=TensorDict(prompt=prompt, response=response, full=full),
-        masks=TensorDict(
-            all_attention_mask=torch.ones(len(full), dtype=torch.bool),
-            all_assistant_mask=(torch.arange(len(full)) >= 3) & scored,
-        ),
-        log_probs=TensorDict(
-            response=log_probs, full=torch.cat([torch.full((3,), math.nan), log_probs])
-        ),
-        token_policy_version=torch.zeros(length, dtype=torch.int64),
-        next=TensorDict(
-            reward=torch.full((1, 1), float(reward)),
-            done=torch.ones(1, dtype=torch.bool),
-            policy_version=torch.tensor(0),
-        ),
-    )
-
-
-def make_batch(rewards, lengths=None, *, unscored=0):
-    lengths = lengths or [3] * len(rewards)
-    rows = [
-        make_row(number, reward, length, scored=number >= unscored)
-        for number, (reward, length) in enumerate(zip(rewards, lengths, strict=True))
-    ]
-    return GroupAdvantage(GROUP)(lazy_stack(rows))
 
 
 @pytest.fixture
@@ -387,9 +350,7 @@ def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
     those of the old policy before two steps, and those of a reference.
     """
     program = Path(__file__).with_name("learner_program.py")
-    folders = (program.parent, *(program.parents[number] for number in (2, 3)))
-    path = os.pathsep.join(map(str, folders))
-    printed = run_ranks(program, PYTHONPATH=path)
+    printed = run_ranks(program)
     found = json.loads(printed.splitlines()[-1])
     # Both ranks say that one has nothing to train on; the second says what is wrong
     # with its columns, and the first that it was another's.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,7 @@ def test_weights_and_metrics_do_not_depend_on_ranks(ranks, cases):
 def test_an_error_of_one_rank_is_one_of_all():
     """A step is skipped on all ranks or on none, and no rank waits for another."""
     program = FOLDER / "agreement_program.py"
-    folders = (FOLDER, *(program.parents[number] for number in (2, 3)))
-    path = os.pathsep.join(map(str, folders))
-    printed = run_ranks(program, PYTHONPATH=path)
+    printed = run_ranks(program)
     found = json.loads(printed.splitlines()[-1])
     skipped, refused = [1.0, 1.0], ["ConfigurationError"] * 2
     assert found == {

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import warnings
 from pathlib import Path
 
 import pytest
 from helpers.csv_logs import logged
-from helpers.forked_starts import trainer_python
+from helpers.torchrun import run_ranks
 
 from torchrl_sglang import GRPO
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
@@ -90,20 +88,9 @@ def test_without_replay_it_is_not(make, tmp_path):
 @pytest.mark.slow
 def test_ranks_of_torchrun(restored_engine, tiny_model_path, tmp_path):
     """Supports reach each rank with its share of the batch."""
-    command = [trainer_python(), "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += ["--master-port=0", "--rdzv-backend=c10d"]
-    command += ["--rdzv-endpoint=localhost:0", str(PROGRAM), tiny_model_path]
     options = {"generate_kwargs": SAMPLING, "logprobs_mode": "behaviour"}
-    command += [restored_engine.server_url, str(tmp_path / "run"), "2"]
-    done = subprocess.run(
-        [*command, json.dumps(options)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        cwd=tmp_path,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    arguments = tiny_model_path, restored_engine.server_url, tmp_path / "run", 2
+    run_ranks(PROGRAM, *arguments, json.dumps(options), folder=tmp_path)
     assert logged(tmp_path, "train/kl_approx") == pytest.approx([0.0] * 2, abs=1e-5)
 
 
