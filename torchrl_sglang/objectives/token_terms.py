@@ -130,26 +130,14 @@ def token_terms(
     entropy: bool = False,
     sampling: Drawn | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probs of tokens, and the entropies of their distributions.
+    """Returns log-probs and entropies ``(tokens,)`` of logits ``(tokens, vocabulary)``.
 
     The distribution of a token is the softmax of its logits, divided by its
-    temperature, over its support.
+    temperature, over its support; without ``sampling``, at temperature 1 over the whole
+    vocabulary. Terms are in float32 at least; entropies are zero unless ``entropy``.
 
     The gradient overwrites the logits, which therefore need a gradient, and must not be
     read afterwards.
-
-    Args:
-        logits: ``(tokens, vocabulary)``.
-        tokens: ``(tokens,)``.
-        entropy: whether to compute entropies; they are zero otherwise.
-        sampling: temperatures and supports of these tokens, ``(tokens,)``. Defaults to
-            None: temperature 1 and the whole vocabulary.
-
-    Returns:
-        tuple: two tensors ``(tokens,)``, in float32 at least.
-
-    Raises:
-        ConfigurationError: if a support has an id outside of the vocabulary.
 
     Examples:
         >>> log_probs, entropies = token_terms(

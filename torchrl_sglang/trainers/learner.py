@@ -372,7 +372,10 @@ class Learner:
         # A loss of the user's may raise on one rank alone.
         ranks = self._ranks_in_step
         rows = ranks.together(lambda: self._corrected(minibatch))
-        passes = list(self._passes(rows))
+        passes = [
+            LazyStackedTensorDict(*(rows[index] for index in part))
+            for part in self._cut_by_tokens(rows, packed=self._packs)
+        ]
         output = ranks.together(lambda: self._accumulate(passes))
         losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
         total = sum(loss.sum().item() for loss in losses if loss is not None)
@@ -404,11 +407,6 @@ class Learner:
             correcting = self.loss.correcting(self._correct.config)
         with self._autocast(), correcting:
             return self.loss.accumulate(passes, process_group=self.ranks.group)
-
-    def _passes(self, rows: TensorDictBase) -> Iterator[TensorDictBase]:
-        """Yields parts of rows, each of so many tokens that a pass may have."""
-        for part in self._cut_by_tokens(rows, packed=self._packs):
-            yield LazyStackedTensorDict(*(rows[index] for index in part))
 
     def _cut_by_tokens(self, rows: TensorDictBase, *, packed: bool) -> list[list[int]]:
         """Returns the rows of each pass, as many passes on each rank.

@@ -6,50 +6,7 @@ import pytest
 
 from torchrl_sglang import RolloutCorrectionConfig
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.config import PRESETS, as_config
-
-VERL_PRESETS = {
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-    "bypass_pg_is",
-    "bypass_pg_token_icepop",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "decoupled_seq_is",
-    "decoupled_seq_is_rs",
-    "decoupled_token_icepop",
-    "decoupled_token_is",
-    "disabled",
-}
-"""Class methods of ``RolloutCorrectionConfig`` in verl 0.9.1."""
-
-
-def test_the_presets_are_those_of_verl():
-    assert set(PRESETS) == VERL_PRESETS
-
-
-@pytest.mark.parametrize("name", sorted(VERL_PRESETS))
-def test_a_name_says_what_its_preset_does(name):
-    config = as_config(name)
-    assert config.bypass_mode == name.startswith("bypass")
-    assert (config.loss_type == "reinforce") == name.startswith("bypass_pg")
-    criteria = [rejection.name for rejection in config.rejections]
-    kinds = {"geo_rs": "seq_mean_k1", "k3_rs": "seq_mean_k3", "seq_is_rs": "seq_sum_k1"}
-    assert criteria == [kind for part, kind in kinds.items() if part in name]
-    weighted = any(part in name for part in ("_is", "_tis", "icepop"))
-    assert config.applies_weights == weighted
-    assert (config.weight_bounds[0] is not None) == name.endswith("icepop")
-    if weighted:
-        token = "token" in name
-        assert config.rollout_is == ("token" if token else "sequence")
+from torchrl_sglang.objectives.config import as_config
 
 
 def test_the_defaults_are_those_of_verl():
