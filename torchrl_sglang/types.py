@@ -256,47 +256,32 @@ class ServerArgs:
     """
 
     device: str | None = None
-    """``"cuda"`` or ``"cpu"``."""
     nnodes: int = 1
-    """Number of machines of its ranks."""
     model_path: str | None = None
     """Model at the server's start, whatever it has loaded since."""
     revision: str | None = None
-    """Revision of the model on the hub."""
     load_format: str | None = None
     """``"dummy"``: it started with random weights."""
     quantization: str | None = None
-    """Quantization of the server's weights at loading."""
     json_model_override_args: str | None = None
-    """JSON of overrides of the model's configuration."""
     enable_symm_mem: bool = False
-    """Whether the communicators use symmetric memory."""
     enable_memory_saver: bool = False
-    """Whether the memory can be released."""
     mem_fraction_static: float | None = None
-    """Share of a GPU's memory for weights and cache."""
     weight_cache_mode: str | None = None
     """Other than ``"off"``: servers share weights through a daemon."""
     disable_radix_cache: bool = False
-    """Whether it computes every prefix again."""
     enable_hierarchical_cache: bool = False
-    """Whether the prefix cache has levels outside the GPU."""
     hicache_storage_backend: str | None = None
-    """Storage of the prefix cache."""
     disaggregation_mode: str | None = None
     """Other than ``"null"``: prefill and decoding are on different servers."""
     enable_return_routed_experts: bool = False
-    """Whether it reports the experts of each token."""
     enable_metrics: bool = False
-    """Whether it has metrics for Prometheus."""
     enable_trace: bool = False
-    """Whether it continues the traces of its clients."""
     speculative_accept_threshold_single: float = 1.0
     """Below 1, it accepts drafts of at least this probability."""
     speculative_accept_threshold_acc: float = 1.0
     """Cumulative acceptance threshold; below 1, sampling is lossy."""
     sampling_mask_max_tokens: int | None = None
-    """Largest reported sampling support."""
     enable_priority_scheduling: bool = False
     """Whether it starts waiting requests in the order of their priorities."""
     schedule_low_priority_values_first: bool = False
@@ -304,13 +289,9 @@ class ServerArgs:
     disable_priority_preemption: bool = False
     """Whether a running request continues when a request of higher priority arrives."""
     max_lora_rank: int | None = None
-    """Greatest rank of an adapter."""
     lora_target_modules: Any = None
-    """Modules open to adapters, or ``["all"]``."""
     max_loras_per_batch: int | None = None
-    """Number of adapters per batch."""
     max_loaded_loras: int | None = None
-    """Number of loaded adapters."""
 
     @classmethod
     def read(cls, reported: Mapping[str, Any]) -> ServerArgs:

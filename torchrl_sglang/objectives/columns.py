@@ -83,10 +83,7 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
 
 
 def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
-    """Returns the tokens of a loss's mask ``(B, T)`` that the policy wrote, unmasked.
-
-    Without an assistant mask in the batch, all loss tokens count.
-    """
+    """Returns the unmasked tokens of the policy in a mask; all of it if not known."""
     written = read(batch, ASSISTANT_MASK, padding_value=False)
     if written is None or written.shape != mask.shape:
         return mask

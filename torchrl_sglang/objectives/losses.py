@@ -394,10 +394,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         return output
 
     def _check_scored(self, parts: list[Any], ranks: LossRanks) -> None:
-        """Refuses a batch in which no token of the policy has a log-prob.
-
-        Without a correction, tokens rejected by an earlier correction have none.
-        """
+        """Refuses a batch in which no token of the policy has a log-prob."""
         if self.correction is None:
             return
         flags = torch.tensor(parts, dtype=torch.int64)

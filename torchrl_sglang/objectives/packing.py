@@ -36,7 +36,6 @@ class PackedTokens:
     """Outputs of a pass for a loss, ``(sequences, longest)``."""
 
     mask: Tensor
-    """Tokens of the loss."""
     log_prob: Tensor
     """Their log-probs; 0 elsewhere, and for the first token of a sequence."""
     entropy: Tensor
@@ -192,10 +191,7 @@ def _base(model: Any) -> Any:
 
 @cache
 def _hands_on(layer: type) -> bool:
-    """Returns whether a layer passes all further arguments to its attention.
-
-    Some layers of transformers drop them, the sequence boundaries among them.
-    """
+    """Returns whether a layer passes all arguments on to its attention."""
     try:
         source = textwrap.dedent(inspect.getsource(layer.forward))  # type: ignore[attr-defined]
     except (OSError, TypeError):

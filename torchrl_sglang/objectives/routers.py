@@ -35,22 +35,15 @@ class Router:
     """A router of a layer."""
 
     name: str
-    """Name of the module in the model."""
     module: nn.Module
-    """The module whose forward chooses experts."""
     layer: int
-    """Number of its layer."""
     num_experts: int
-    """Number of its experts."""
     num_groups: int
     """Groups of experts, chosen first; 1: none."""
 
 
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
-    """Returns the routers of a model, possibly with PEFT or FSDP2, by layer.
-
-    Raises :class:`.ConfigurationError` if there are none, or two in a layer.
-    """
+    """Returns the routers of a model, possibly with PEFT or FSDP2, one a layer."""
     modules = dict(model.named_modules())
     names_of_routers = _matching(modules, _ROUTER) or _matching(modules, _BLOCK)
     if not names_of_routers:

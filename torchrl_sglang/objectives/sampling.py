@@ -39,11 +39,7 @@ def padded_terms(
     entropy: bool = False,
     sampling: Drawn | None = None,
 ) -> PackedTokens:
-    """Runs an actor's model on padded sequences, as :func:`.packed_terms` on a row.
-
-    ``tokens`` are padded on the left. Log-probs are computed in float32 for any type of
-    logits, in the memory of the logits.
-    """
+    """Runs an actor's model on left-padded sequences, as :func:`.packed_terms`."""
     _, logits = actor._model_forward_with_padded_sequences(
         tokens,
         real,

@@ -32,9 +32,7 @@ class Statistic:
     finish: Callable[[Tensor], Tensor]
     """Computes the statistic from its terms."""
     dtype: torch.dtype
-    """Type of the value."""
     is_maximum: bool = False
-    """Whether the terms are largest values."""
 
     @property
     def value(self) -> Tensor:

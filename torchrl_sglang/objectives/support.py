@@ -44,18 +44,13 @@ class Drawn:
     """The sampling distributions of tokens."""
 
     temperatures: Tensor
-    """Temperature of each token."""
     counts: Tensor
     """Size of each token's support, of the same shape; 0: the whole vocabulary."""
     ids: Tensor
     """The concatenated supports of the tokens."""
 
     def of(self, wanted: Tensor, tokens: Tensor) -> Drawn | None:
-        """Returns the distributions of ``wanted`` tokens; None if they are the model's.
-
-        Raises :class:`.ConfigurationError` if a token is not in its support, or the
-        columns have another shape than ``wanted``, bool, and ``tokens``.
-        """
+        """Returns distributions of ``wanted`` tokens; None if they are the model's."""
         for key, values in ((TEMPERATURES, self.temperatures), (COUNTS, self.counts)):
             if values.shape != wanted.shape:
                 raise ConfigurationError(
@@ -108,11 +103,7 @@ class Drawn:
 
 
 def read_sampling(batch: TensorDictBase) -> Drawn | None:
-    """Returns the sampling distributions of a batch's tokens, ``(B, T)``.
-
-    None if the batch lacks temperatures or supports, or all are neutral. Raises
-    :class:`.ConfigurationError` if a support's size differs from its count.
-    """
+    """Returns the distributions of a batch's tokens ``(B, T)``; None if neutral."""
     batch = _completed(batch)
     temperatures = read(batch, TEMPERATURES, padding_value=1.0)
     counts = read(batch, COUNTS, padding_value=0)

@@ -80,10 +80,7 @@ if triton is not None:
 
 
 def fits(logits: Tensor) -> bool:
-    """Returns whether the kernels compute terms of these logits.
-
-    They do where Triton works, for rows of logits of at most float32.
-    """
+    """Returns whether the kernels work here and compute terms of these logits."""
     return (
         logits.is_cuda
         and logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -156,10 +153,7 @@ def fused_token_terms(
 def forward(
     logits: Tensor, tokens: Tensor, scales: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns log-probs of tokens, logarithms of sums, and entropies; in float32.
-
-    Logits are ``(tokens, vocabulary)``; scales, float32 ``(tokens,)``, multiply them.
-    """
+    """Returns log-probs of tokens, logarithms of sums, and entropies; in float32."""
     count, width = logits.shape
     outputs = torch.empty(3, count, dtype=torch.float32, device=logits.device).unbind()
     if count:
@@ -180,11 +174,7 @@ def backward(
     of_log_prob: Tensor,
     of_entropy: Tensor,
 ) -> None:
-    """Overwrites the logits with their gradients.
-
-    ``sums`` are the logarithms of sums and the entropies of :func:`forward`; gradients
-    of log-probs and of entropies are ``(tokens,)``.
-    """
+    """Overwrites the logits with their gradients; ``sums`` are from :func:`forward`."""
     count, width = logits.shape
     if not count:
         return

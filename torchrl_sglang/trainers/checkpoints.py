@@ -235,10 +235,7 @@ class Checkpoints:
             _remove(away)
 
     def wait(self) -> None:
-        """Waits until the last checkpoint is written; all ranks call it.
-
-        Raises :class:`.CheckpointError` if any rank could not write it.
-        """
+        """Waits until all ranks have written the last checkpoint; all ranks call it."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -252,10 +249,7 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Ends the communication of the ranks; nothing is saved after it.
-
-        Waits for the last checkpoint of a run that fails, and raises nothing.
-        """
+        """Ends the communication of the ranks, after the last write; raises nothing."""
         writing, self._writing = self._writing, None
         if writing is not None:
             path, written = writing

@@ -94,11 +94,7 @@ class Collecting:
         check_prompts(name, prompts, query_key, columns, list(rewards.values()))
 
     def opening(self) -> list[Message]:
-        """Returns the messages of the first prompt; none if they are not known.
-
-        Raises:
-            ConfigurationError: if they are no prompt.
-        """
+        """Returns the messages of the first prompt; none if they are not known."""
         arguments = self.arguments
         is_plain = arguments.agent is None and arguments.env is None
         if callable(arguments.collector) or not is_plain:

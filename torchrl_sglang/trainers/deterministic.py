@@ -21,10 +21,7 @@ WORKSPACES = (":4096:8", ":16:8")
 def check_repeatable(
     engine: Any, *, max_staleness: int, collector: Any, agent: Any
 ) -> None:
-    """Refuses arguments of a run that do not go with ``deterministic=True``.
-
-    The engine and the collector check the servers.
-    """
+    """Refuses arguments of a run that do not go with ``deterministic=True``."""
     if max_staleness:
         raise ConfigurationError(
             f"deterministic=True needs max_staleness=0, got {max_staleness}: which "

@@ -20,7 +20,6 @@ class Method:
     """A loss with its arguments, and the advantage that belongs to it."""
 
     loss: type[CorrectedGRPOLoss]
-    """Class of the loss."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the loss, unless others are given."""
     advantage: str = "standardized"

@@ -84,10 +84,7 @@ def make_schedule(
 
 
 def check_schedule(name: str, warmup_steps: int, total_steps: int | None) -> None:
-    """Tries a schedule of :func:`make_schedule` for a step.
-
-    Refuses a schedule that needs more than the number of a step, or lacks a warmup.
-    """
+    """Tries a step of :func:`make_schedule`; refuses a lost warmup."""
     if name == "constant" and warmup_steps:
         raise ConfigurationError(
             f"schedule='constant' has no warmup, and warmup_steps={warmup_steps}; give "
@@ -131,7 +128,6 @@ class ScheduleStart:
     groups: list[dict[str, Any]]
     """Values of the optimizer's groups, without parameters."""
     state: dict[str, Any]
-    """State of the schedule."""
 
     @classmethod
     def of(

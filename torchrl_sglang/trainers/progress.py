@@ -22,12 +22,7 @@ nothing between the lines of steps."""
 def choose_mode(
     given: StepsShown, *, is_first: bool, is_terminal: bool, in_notebook: bool
 ) -> ProgressMode:
-    """Returns the mode of showing progress; True shows a bar anywhere. Pure.
-
-    Examples:
-        >>> choose_mode("auto", is_first=True, is_terminal=False, in_notebook=False)
-        'lines'
-    """
+    """Returns the mode of showing progress; True shows a bar anywhere. Pure."""
     if not is_first or given is False:
         return "off"
     return "bar" if given is True or is_terminal or in_notebook else "lines"

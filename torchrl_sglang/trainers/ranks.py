@@ -24,11 +24,9 @@ class TrainerRanks:
     rank: int = 0
     """Number of this process; rank 0 talks to the servers and writes files."""
     size: int = 1
-    """Number of processes."""
     local_rank: int = 0
     """Number of this process on its machine, and of its GPU."""
     local_size: int = 1
-    """Number of processes on this machine."""
     control: dist.ProcessGroup | None = None
     """Group of the ranks for what they tell each other: Gloo's, with a long timeout,
     as a server may start for minutes."""

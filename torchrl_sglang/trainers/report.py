@@ -67,11 +67,7 @@ TOLD_BY_COLLECTOR = ("collect", "update")
 
 
 class PhaseClock:
-    """Measures the phases of a step one after the other.
-
-    Args:
-        recorder: is told of those that a collector does not tell.
-    """
+    """Measures the phases of a step, and records those that no collector records."""
 
     def __init__(self, recorder: RunRecorder | None = None) -> None:
         self._recorder = recorder

@@ -492,11 +492,7 @@ class Run:
             self._progress.advance(self.step, line)
 
     def save(self) -> None:
-        """Saves a checkpoint, which is written meanwhile; all ranks call it.
-
-        Raises:
-            CheckpointError: if the one before could not be written.
-        """
+        """Saves a checkpoint, which is written meanwhile; all ranks call it."""
         self._begin_phase("save")
         random = self.ranks.gather(random_state())
         extra: dict[str, Any] = {}
@@ -512,11 +508,7 @@ class Run:
         self.clock.done("save")
 
     def finish(self) -> Path:
-        """Saves the trained model; all ranks call it.
-
-        Returns:
-            Path: the folder of the model, as transformers reads it.
-        """
+        """Saves the trained model and returns its folder; all ranks call it."""
         if self._saved != self.step:
             self.save()
         self._begin_phase("save")

@@ -53,18 +53,12 @@ class Served:
     """Parts that generate; all ``None`` on other ranks than the first."""
 
     engine: Any = None
-    """The engine."""
     policy: SGLangWrapper | None = None
-    """Wrapper that generates with it."""
     gateway: Gateway | None = None
-    """Endpoint of an agent; ``None`` without one."""
 
 
 class Serving:
-    """Checks and starts a run's engine, policy and gateway.
-
-    ``opening`` has the messages of the first prompt; it is empty if they are not known.
-    """
+    """Checks and starts a run's engine, policy and gateway."""
 
     def __init__(self, arguments: RunArguments, opening: Sequence[Message]) -> None:
         self.arguments, self.sampling = arguments, arguments.sampling

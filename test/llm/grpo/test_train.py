@@ -204,22 +204,13 @@ def test_rewards(gsm8k, form, text, answer, reward):
     assert 0.9 * found[0] + 0.1 * found[1] == reward
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("group_sise=4", "GRPO has no argument 'group_sise'. Did you mean 'group_size"),
-        ("lr=abc", "lr='abc' and optimizer=None make no AdamW"),
-        ("method=dapos", "Did you mean 'dapo'?"),
-        ("minibatches=0", "minibatches must be an integer of at least 1, got 0."),
-    ],
-)
-def test_a_script_says_what_is_wrong(tmp_path, change, message):
-    done = run(CPU, change, folder=tmp_path)
+def test_a_script_says_what_is_wrong(tmp_path):
+    done = run(CPU, "method=dapos", folder=tmp_path)
     assert done.returncode == 1
     # Some releases of Triton print more when Python exits.
     lines = done.stderr.splitlines()
     (line,) = [each for each in lines if each.startswith("train.py: ")]
-    assert message in line
+    assert "Did you mean 'dapo'?" in line
     assert "Traceback" not in done.stderr
 
 
