@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.formulas import Aggregate, Estimator
@@ -16,18 +16,11 @@ from torchrl_sglang.support.checks import (
     suggest,
 )
 
-REJECTIONS = (
-    "token_k1",
-    "token_k2",
-    "token_k3",
-    "seq_sum_k1",
-    "seq_sum_k2",
-    "seq_sum_k3",
-    "seq_mean_k1",
-    "seq_mean_k2",
-    "seq_mean_k3",
-    "seq_max_k2",
-    "seq_max_k3",
+REJECTIONS = tuple(
+    f"{aggregate}_{estimator}"
+    for aggregate in get_args(Aggregate)
+    for estimator in get_args(Estimator)
+    if (aggregate, estimator) != ("seq_max", "k1")
 )
 """Values of ``rollout_rs``: scope of the aggregation and estimator."""
 
@@ -313,24 +306,18 @@ def _rejection(name: str, threshold: Any) -> Rejection:
     if name not in REJECTIONS:
         hint = suggest(name, REJECTIONS) or f" Criteria are {', '.join(REJECTIONS)}."
         raise ConfigurationError(f"rollout_rs has no criterion {name!r}.{hint}")
-    bounds = _numbers("rollout_rs_threshold", threshold)
-    if name.endswith("k1"):
-        return Rejection(
-            name=name,
-            bounds=bounds if len(bounds) == 2 else _reciprocal(name, bounds[0]),
-        )
-    if len(bounds) == 2:
-        raise ConfigurationError(
-            f"rollout_rs={name!r} has an upper bound only, got {threshold!r}."
-        )
-    return Rejection(name=name, bounds=(0.0, bounds[0]))
-
-
-def _reciprocal(name: str, upper: float) -> tuple[float, float]:
-    """Returns the range of a ratio from its upper bound."""
+    *lower, upper = _numbers("rollout_rs_threshold", threshold)
+    if not name.endswith("k1"):
+        if lower:
+            raise ConfigurationError(
+                f"rollout_rs={name!r} has an upper bound only, got {threshold!r}."
+            )
+        return Rejection(name=name, bounds=(0.0, upper))
+    if lower:
+        return Rejection(name=name, bounds=(lower[0], upper))
     if upper < 1:
         raise ConfigurationError(
             f"The upper bound of a ratio, of which the lower one is the reciprocal, is "
             f"at least 1, got {upper!r} for {name!r}; give both, as in '0.5_2.0'."
         )
-    return 1 / upper, upper
+    return Rejection(name=name, bounds=(1 / upper, upper))

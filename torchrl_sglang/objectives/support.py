@@ -117,9 +117,7 @@ def read_sampling(batch: TensorDictBase) -> Drawn | None:
     sizes = counts.sum(-1).tolist()
     supports = [_trim(row, size) for row, size in zip(rows, sizes, strict=True)]
     return Drawn(
-        temperatures=temperatures,
-        counts=counts.long(),
-        ids=torch.cat(supports).long(),
+        temperatures=temperatures, counts=counts.long(), ids=torch.cat(supports).long()
     )
 
 

@@ -183,11 +183,7 @@ def pieces(width: int, tokens: Tensor, sampling: Drawn | None) -> Iterator[Piece
     unrestricted = (sampling.counts == 0).nonzero().squeeze(-1)
     for part in _cut(len(unrestricted), width):
         index = unrestricted[part]
-        yield Piece(
-            rows=index,
-            chosen=chosen[index],
-            temperatures=temperatures[index],
-        )
+        yield Piece(rows=index, chosen=chosen[index], temperatures=temperatures[index])
     yield from _supported(tokens, sampling)
 
 

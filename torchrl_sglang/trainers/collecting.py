@@ -28,10 +28,7 @@ from torchrl_sglang.collectors.scheduling.prompts import (
     to_task,
 )
 from torchrl_sglang.gateway.agent_groups import COLUMNS as AGENT_COLUMNS
-from torchrl_sglang.objectives.advantages import (
-    TrajectoryReturn,
-    conversation_returns,
-)
+from torchrl_sglang.objectives.advantages import TrajectoryReturn, conversation_returns
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_names
 from torchrl_sglang.trainers.arguments import RunArguments
@@ -77,10 +74,7 @@ class Collecting:
             choose_groups(None, {name: arguments.collector[name] for name in of_groups})
 
     def _check_prompts(
-        self,
-        name: str,
-        prompts: Any,
-        rewards: Mapping[tuple[str, str], RewardFunction],
+        self, name: str, prompts: Any, rewards: Mapping[tuple[str, str], RewardFunction]
     ) -> None:
         """Checks tasks that can be seen, as :func:`.check_prompts` does."""
         agent, env = self.arguments.agent, self.arguments.env

@@ -18,7 +18,7 @@ FUNCTIONS = ("rewards", "group_rewards", "step", "tools", "max_turns", "system_p
 """Arguments of conversations that plain functions make, as the collector has them."""
 
 OF_THE_RUN = ({field.name for field in fields(RunArguments)} - {"recorder"}) | {
-    *("policy", "total_groups", "weight_sync_schemes", "groups"),
+    *("policy", "total_groups", "weight_sync_schemes", "groups")
 }
 """Arguments of the collector that a run gives it."""
 

@@ -40,18 +40,10 @@ from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
 from torchrl_sglang.objectives.sampling import padded_terms
-from torchrl_sglang.objectives.support import (
-    SAMPLING_KEYS,
-    Drawn,
-    warn_of_sampling,
-)
+from torchrl_sglang.objectives.support import SAMPLING_KEYS, Drawn, warn_of_sampling
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.recording.recorder import RunRecorder
-from torchrl_sglang.support.checks import (
-    check_count,
-    check_positive,
-    refuse_unknown,
-)
+from torchrl_sglang.support.checks import check_count, check_positive, refuse_unknown
 from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import ScheduleStart, check_steps_alone
@@ -557,11 +549,7 @@ class Learner:
         # Learning rate and other values are those of the run that goes on.
         groups: Any = optimizer["param_groups"]
         optimizer["param_groups"] = [{"params": group["params"]} for group in groups]
-        return {
-            "model": model,
-            "optimizer": optimizer,
-            "steps": self.steps,
-        }
+        return {"model": model, "optimizer": optimizer, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where a state was saved; all ranks call it, each with its part.

@@ -24,11 +24,7 @@ LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")
 
 
 def make_logger(
-    given: Logger | str | None,
-    folder: Path,
-    name: str,
-    project: str,
-    state: Any = None,
+    given: Logger | str | None, folder: Path, name: str, project: str, state: Any = None
 ) -> Logger | None:
     """Returns TorchRL's logger of a run, by its name, or the given one.
 

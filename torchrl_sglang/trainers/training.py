@@ -29,14 +29,6 @@ from torchrl_sglang.trainers.optimizers import (
 )
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
-BESIDE_FUNCTION = {
-    "packing": "give it there",
-    "correction": "give it there, or loss={...}",
-    "kl_to_ref_coeff": "give loss={...}, or the loss and reference=... to a Learner",
-}
-"""Argument of a run's loss -> what to do where a function makes the loss."""
-
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of trained weights."""
 
@@ -91,16 +83,18 @@ class Training:
     def _check_beside_function(self) -> None:
         """Refuses arguments of the loss beside a function that makes the loss."""
         arguments = self.arguments
-        refused = {
-            "packing": arguments.packing != "auto",
-            "correction": self.correction is not None and not self.recomputes,
-            "kl_to_ref_coeff": bool(arguments.kl_to_ref_coeff),
-        }
-        for name in (name for name, is_given in refused.items() if is_given):
-            raise ConfigurationError(
-                f"{name}={getattr(arguments, name)!r:.200} is an argument of the loss, "
-                f"and loss is a function that makes one; {BESIDE_FUNCTION[name]}."
-            )
+        corrects = self.correction is not None and not self.recomputes
+        learner = "give loss={...}, or the loss and reference=... to a Learner"
+        for name, is_given, remedy in (
+            ("packing", arguments.packing != "auto", "give it there"),
+            ("correction", corrects, "give it there, or loss={...}"),
+            ("kl_to_ref_coeff", bool(arguments.kl_to_ref_coeff), learner),
+        ):
+            if is_given:
+                raise ConfigurationError(
+                    f"{name}={getattr(arguments, name)!r:.200} is an argument of the "
+                    f"loss, and loss is a function that makes one; {remedy}."
+                )
 
     def _check_denominator(self) -> None:
         """Checks the denominator of the loss."""

@@ -239,10 +239,7 @@ def test_a_correction_in_the_loss_is_that_of_the_transform(name, aggregation):
         case = make_case(seed, unknown=0.1 if seed == 5 else 0.0)
         batch = make_batch(case, "padded" if seed % 2 else "ragged")
         correct = OffPolicyCorrection(
-            config,
-            masking_strategy="rlhf",
-            aggregation=aggregation,
-            consumer_version=4,
+            config, masking_strategy="rlhf", aggregation=aggregation, consumer_version=4
         )
         expected, expected_gradient = gradient(
             TorchRLGRPOLoss, case, correct(batch), aggregation=aggregation

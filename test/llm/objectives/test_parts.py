@@ -125,8 +125,7 @@ def check(case, batch, kind, dtype, **kwargs):
 @pytest.mark.parametrize(
     ("name", "form"),
     diagonal(
-        IN_LOSS,
-        product(["token_mean", "prompt_mean"], [torch.float64, torch.float32]),
+        IN_LOSS, product(["token_mean", "prompt_mean"], [torch.float64, torch.float32])
     ),
 )
 @pytest.mark.parametrize(

@@ -345,10 +345,7 @@ def test_models_that_cannot(moe):
         replay_routing(make_tiny_model(make_tiny_tokenizer())),
     ):
         pass
-    with (
-        pytest.raises(ConfigurationError, match="got str"),
-        replay_routing("model"),
-    ):
+    with pytest.raises(ConfigurationError, match="got str"), replay_routing("model"):
         pass
     with (
         replay_routing(moe),

@@ -340,9 +340,7 @@ def test_batches_of_the_wrapper_can_be_corrected(fake_engine, pad_output):
         row.weight_version = values
     config = RolloutCorrectionConfig(rollout_is=None, bypass_mode=True, max_staleness=1)
     correct = OffPolicyCorrection(
-        config,
-        version_key=("generation_info", "weight_version"),
-        consumer_version=2,
+        config, version_key=("generation_info", "weight_version"), consumer_version=2
     )
     result = correct(batch)
     known = full(result).isfinite() & (full(result) != 0)

@@ -92,10 +92,7 @@ def test_torch_is_deterministic_for_the_run_only(make, restored_engine):
 
 def test_a_workspace_that_is_not_deterministic_is_refused(monkeypatch):
     monkeypatch.setenv(WORKSPACE, ":0:0")
-    with (
-        pytest.raises(ConfigurationError, match=":0:0"),
-        deterministic_algorithms(),
-    ):
+    with pytest.raises(ConfigurationError, match=":0:0"), deterministic_algorithms():
         pass
     monkeypatch.delenv(WORKSPACE)
     with deterministic_algorithms():

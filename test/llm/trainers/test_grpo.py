@@ -193,10 +193,7 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     weighted = [2.0 * -row["tokens"] / 10 for row in rows]
     assert all(r["reward"] >= w - 1e-5 for r, w in zip(rows, weighted, strict=True))
     checkpoints = sorted((folder.parent / "checkpoints").iterdir())
-    assert [path.name for path in checkpoints] == [
-        "step_00000010",
-        "step_00000012",
-    ]
+    assert [path.name for path in checkpoints] == ["step_00000010", "step_00000012"]
     printed = capsys.readouterr().out
     assert re.search(r"step 12/12: reward -?\d.*eval .*tokens/s", printed)
     assert re.search(r"The model is in .*\. \w+.* bounds the run \(collect", printed)
@@ -589,10 +586,7 @@ def test_overlong_responses_are_punished():
         ({"lora": {"r": 0}}, "r of lora must be an integer of at least 1, got 0"),
         ({"lora": {"r": "8"}}, "r of lora must be an integer"),
         ({"engine": {"model": "x"}}, "engine has 'model', and servers serve"),
-        (
-            {"chat_template": "{% for m in messages %}"},
-            "one of Jinja's: Unex",
-        ),
+        ({"chat_template": "{% for m in messages %}"}, "one of Jinja's: Unex"),
         ({"chat_template": "{% break %}"}, "chat_template is not one of Jinja's"),
         ({"generate_kwargs": {5: 1}}, "generate_kwargs has the name 5"),
         ({"engine": {"environment": {"A": 1}}}, "environment has 'A': 1"),
@@ -618,10 +612,7 @@ def test_held_out_prompts_of_an_iterator(make):
 
 def test_two_runs_in_one_folder(make, tmp_path):
     first, second = make(steps=1), make(steps=1, resume="auto")
-    with (
-        first,
-        pytest.raises(ConfigurationError, match="this process; .* output"),
-    ):
+    with first, pytest.raises(ConfigurationError, match="this process; .* output"):
         second.train()
     second.train()
 

@@ -291,10 +291,7 @@ CORRECTIONS = {
             rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.6_2"
         )
     },
-    "prompt_mean": {
-        "correct": "decoupled_token_is",
-        "aggregation": "prompt_mean",
-    },
+    "prompt_mean": {"correct": "decoupled_token_is", "aggregation": "prompt_mean"},
 }
 
 

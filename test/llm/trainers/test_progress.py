@@ -15,11 +15,7 @@ from helpers.forked_starts import trainer_python
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_auto
-from torchrl_sglang.trainers.progress import (
-    StepProgress,
-    choose_mode,
-    tell,
-)
+from torchrl_sglang.trainers.progress import StepProgress, choose_mode, tell
 
 PROGRAM = """
 import threading

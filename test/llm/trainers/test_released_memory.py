@@ -7,11 +7,7 @@ import torch
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.trainers.released_memory import (
-    ReleasedMemory,
-    gpu_memory,
-    shortage,
-)
+from torchrl_sglang.trainers.released_memory import ReleasedMemory, gpu_memory, shortage
 
 GB = 10**9
 
