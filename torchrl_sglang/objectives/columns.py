@@ -83,7 +83,7 @@ def read_mask(batch: TensorDictBase, strategy: str, width: int) -> Tensor:
 
 
 def read_written(batch: TensorDictBase, mask: Tensor) -> Tensor:
-    """Returns the unmasked tokens of the policy in a mask; all of it if not known."""
+    """Returns the mask's tokens of the policy; all without an assistant mask."""
     written = read(batch, ASSISTANT_MASK, padding_value=False)
     if written is None or written.shape != mask.shape:
         return mask

@@ -43,7 +43,7 @@ class Router:
 
 
 def find_routers(model: nn.Module) -> tuple[Router, ...]:
-    """Returns the routers of a model, possibly with PEFT or FSDP2, one a layer."""
+    """Returns the routers of a model, also with PEFT or FSDP2, one for each layer."""
     modules = dict(model.named_modules())
     names_of_routers = _matching(modules, _ROUTER) or _matching(modules, _BLOCK)
     if not names_of_routers:

@@ -47,7 +47,7 @@ def read_rewards(arguments: RunArguments) -> dict[tuple[str, str], RewardFunctio
 
 
 def check_collector(arguments: RunArguments) -> None:
-    """Refuses arguments that define the conversations or the collector twice."""
+    """Refuses arguments that define conversations twice, or not at all."""
     names = (*FUNCTIONS, "agent", "env")
     makers = [name for name in names if getattr(arguments, name) is not None]
     if callable(arguments.collector):

@@ -50,7 +50,7 @@ def check_repeatable(
 
 @contextmanager
 def deterministic_algorithms() -> Iterator[None]:
-    """Makes torch deterministic in the block, if the environment lets cuBLAS be."""
+    """Makes torch deterministic in the block; refuses other settings of cuBLAS."""
     workspace = os.environ.setdefault(WORKSPACE, WORKSPACES[0])
     if workspace not in WORKSPACES:
         raise ConfigurationError(

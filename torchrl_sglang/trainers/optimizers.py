@@ -84,7 +84,7 @@ def make_schedule(
 
 
 def check_schedule(name: str, warmup_steps: int, total_steps: int | None) -> None:
-    """Tries a step of :func:`make_schedule`; refuses a lost warmup."""
+    """Tries a schedule for a step; refuses a warmup that it would ignore."""
     if name == "constant" and warmup_steps:
         raise ConfigurationError(
             f"schedule='constant' has no warmup, and warmup_steps={warmup_steps}; give "

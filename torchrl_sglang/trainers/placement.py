@@ -102,7 +102,7 @@ def server_arguments(
     by_file: bool,
     seed: int,
 ) -> dict[str, Any]:
-    """Returns the arguments of a run's servers; those ``given`` by the user win.
+    """Returns the arguments of a run's servers; the user's arguments take precedence.
 
     The trainer's ranks have the first GPUs; ``colocated`` servers run on the same.
     ``by_file`` weights are files that every server reads. Refuses a server on a GPU

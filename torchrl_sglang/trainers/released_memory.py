@@ -53,7 +53,8 @@ class ReleasedMemory:
 def shortage(wanted: int, free: int, whole: int, share: float | None) -> str:
     """Returns an error message if less is free than a server needs, or an empty text.
 
-    All are bytes of its GPU, but ``share``, its ``mem_fraction_static`` if known.
+    ``wanted``, ``free`` and ``whole`` are bytes of the GPU, and ``share`` is the
+    server's ``mem_fraction_static``, if known.
 
     Examples:
         >>> shortage(30, 40, 80, 0.6)

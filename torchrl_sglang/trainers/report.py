@@ -142,7 +142,7 @@ def describe_held_out(
     max_tokens: int | None = None,
     trajectory_return: TrajectoryReturn = "sum",
 ) -> dict[str, float]:
-    """Returns metrics of single answers to held-out prompts, likewise.
+    """Returns metrics of responses to held-out prompts, one to each.
 
     ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` where it is known, and
     ``eval_reward/NAME``.
