@@ -56,10 +56,6 @@ class Detokenizer:
     in which a character is incomplete waits for the next tokens, and so do byte tokens
     for the first other token behind them.
 
-    Args:
-        decode: returns the text of tokens.
-        byte_tokens: see :attr:`.Encoder.byte_tokens`.
-
     Examples:
         >>> from torchrl_sglang.gateway.drafts import Detokenizer
         >>> letters = Detokenizer(lambda ids: "".join(map(chr, ids)))
@@ -94,14 +90,7 @@ Separate = Callable[[str], Awaitable[tuple[str, str]]]
 
 
 class DraftReader:
-    """Finds the stable prefix of a growing text.
-
-    Args:
-        separate: parser of reasoning; ``None``: there is none.
-        reasoning_parser: name of the parser.
-        call_parser: name of the parser of tool calls; ``None``: there are none.
-        stops: stop strings, which are removed.
-    """
+    """Finds the stable prefix of a growing text, without stop strings."""
 
     def __init__(
         self,
