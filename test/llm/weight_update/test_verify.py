@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import requests
 import torch
+from helpers.slow import diagonal
 from helpers.weights import open_weights
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -59,18 +60,17 @@ def llama_path(tmp_path_factory):
     return str(path)
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        {},
-        {"sglang_version": "0.5.20"},
-        {"dtype": "bfloat16"},
-    ],
-    ids=["sessions", "no sessions", "bfloat16"],
-)
+ENGINES = {
+    "sessions": {},
+    "no sessions": {"sglang_version": "0.5.20"},
+    "bfloat16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
 def llama_engine(request, llama_path):
     with AsyncSGLang.from_pretrained(
-        llama_path, device="cpu", **request.param
+        llama_path, device="cpu", **ENGINES[request.param]
     ) as engine:
         yield engine
 
@@ -109,15 +109,16 @@ def can_generate(engine) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (torch.nan, r"have NaN: model\.layers\.1\.mlp\.up_proj\.weight is the first"),
-        (torch.inf, "log-probs of http.* are no numbers"),
-    ],
-    ids=str,
+    ("llama_engine", "value"),
+    diagonal(ENGINES, [torch.nan, torch.inf]),
+    indirect=["llama_engine"],
 )
-def test_weights_that_are_not_finite(sender, llama_engine, value, words):
+def test_weights_that_are_not_finite(sender, llama_engine, value):
     """Servers tell them as null: the error names them, and the next update mends it."""
+    words = {
+        torch.nan: r"have NaN: model\.layers\.1\.mlp\.up_proj\.weight is the first",
+        torch.inf: "log-probs of http.* are no numbers",
+    }[value]
     model = make_llama(1)
     model.model.layers[1].mlp.up_proj.weight.data[3, 3] = value
     given = [model, model.state_dict()] if value is torch.nan else [model]
