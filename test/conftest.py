@@ -67,6 +67,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         # A worker inherits TORCHRL_SGLANG_PYTHON.
         return
+    if config.getoption("numprocesses", None):
+        # The workers collect.
+        gc.enable()
     try:
         cpu.engine_python()
     except ConfigurationError:
