@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.objectives.routing import replay_routing
     from torchrl_sglang.objectives.sampling import replay_sampling
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
+    from torchrl_sglang.policies.dataset import batch_to_dataset, dataset_to_batch
     from torchrl_sglang.policies.outputs import GenerationInfo
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.recording.recorder import RunRecorder
@@ -93,6 +94,8 @@ _HOME = {
     "TokenColumn": "requests.token_columns",
     "WeightEncoding": "weight_update.encodings.base",
     "attach_weight_sync": "collectors.weight_sync",
+    "batch_to_dataset": "policies.dataset",
+    "dataset_to_batch": "policies.dataset",
     "get_model_metadata": "weight_update.sources.resolve",
     "has_variance": "collectors.groups.filter",
     "make_sglang_server": "backends.launch.local",
@@ -137,6 +140,8 @@ __all__ = [
     "WeightEncoding",
     "__version__",
     "attach_weight_sync",
+    "batch_to_dataset",
+    "dataset_to_batch",
     "get_model_metadata",
     "has_variance",
     "make_sglang_server",

@@ -38,6 +38,7 @@ from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.observer import Publisher, Subscriber, check_recorder
+from torchrl_sglang.policies.dataset import batch_to_dataset
 from torchrl_sglang.requests.request import check_logprobs_mode
 from torchrl_sglang.requests.token_columns import (
     TokenColumn,
@@ -501,6 +502,22 @@ class Gateway(Responder):
                 else "No turn was recorded in these sessions."
             )
         return LazyStackedTensorDict(*rows, stack_dim=0)
+
+    def to_dataset(self, sessions: Iterable[Session] | None = None) -> Any:
+        """Returns trajectories as a `datasets.Dataset` with TRL's column names.
+
+        Args:
+            sessions: defaults to all.
+
+        Returns:
+            datasets.Dataset: the rows of :meth:`to_tensordict`, with the columns of
+                :func:`.batch_to_dataset`.
+
+        Raises:
+            ConfigurationError: if there is no trajectory, or `datasets` is not
+                installed.
+        """
+        return batch_to_dataset(self.to_tensordict(sessions))
 
     async def run_agents(
         self,

@@ -6,13 +6,19 @@ import math
 
 import pytest
 import torch
+from datasets import load_from_disk
 from helpers.gateway_client import message, post
 from torchrl.data import LazyStackStorage, ReplayBuffer, SamplerWithoutReplacement
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import CorrectedGRPOLoss, Gateway, OffPolicyCorrection
+from torchrl_sglang import (
+    CorrectedGRPOLoss,
+    Gateway,
+    OffPolicyCorrection,
+    dataset_to_batch,
+)
 from torchrl_sglang.errors import ConfigurationError
 
 CLIP = 0.2
@@ -233,3 +239,22 @@ def test_with_off_policy_correction(gateway, hf_model, actor):
     found = gradient(hf_model, objective)
     assert expected.norm() > 0.01
     assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+def test_a_dataset_of_sessions_comes_back_as_their_rows(gateway, tmp_path):
+    sessions = [talk(gateway, "one", reward=2.0), talk(gateway, "two", branch=False)]
+    gateway.to_dataset(sessions).save_to_disk(tmp_path / "rows")
+    dataset = load_from_disk(tmp_path / "rows")
+    rows = gateway.to_tensordict(sessions)
+    assert dataset["session"] == ["one", "one", "two"]
+    assert dataset["reward"] == [2.0, 2.0, 0.0]
+    for row, back in zip(rows, dataset_to_batch(dataset), strict=True):
+        keys = set(row.keys(include_nested=True, leaves_only=True))
+        assert keys == set(back.keys(include_nested=True, leaves_only=True))
+        for key in keys:
+            value, other = row.get(key), back.get(key)
+            if isinstance(value, torch.Tensor):
+                assert value.dtype == other.dtype
+                torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True)
+            else:
+                assert other.tolist() == value.tolist()

@@ -1,0 +1,135 @@
+"""Batches as datasets with TRL's names, and back, from a real engine."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from tensordict import TensorDict
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory, Text
+
+from torchrl_sglang import (
+    CorrectedGRPOLoss,
+    SGLangWrapper,
+    batch_to_dataset,
+    dataset_to_batch,
+)
+from torchrl_sglang.errors import ConfigurationError
+
+TEXTS = ["hi", "what is 2+2?", "x"]
+PARAMS = {"max_new_tokens": 6, "temperature": 0.0}
+
+
+def generate(engine, tokenizer, mode="history", **arguments):
+    size = (len(TEXTS),)
+    if mode == "text":
+        prompts = TensorDict(text=Text(prompt=list(TEXTS), batch_size=size))
+    else:
+        chats = [[{"role": "user", "content": text}] for text in TEXTS]
+        prompt = History.from_chats(chats)
+        prompts = TensorDict(history=ChatHistory(prompt=prompt, batch_size=size))
+    prompts.batch_size = size
+    policy = SGLangWrapper(
+        engine,
+        tokenizer=tokenizer,
+        input_mode=mode,
+        generate_kwargs=PARAMS,
+        return_log_probs=True,
+        **arguments,
+    )
+    batch = policy(prompts)
+    batch["next"] = TensorDict(
+        reward=torch.tensor([1.0, 0.0, 2.0]).view(3, 1, 1),
+        done=torch.ones(3, 1, dtype=torch.bool),
+        terminated=torch.ones(3, 1, dtype=torch.bool),
+        truncated=torch.zeros(3, 1, dtype=torch.bool),
+        batch_size=size,
+    )
+    batch["answer"] = ["a", "b", "c"]
+    return batch
+
+
+def leaves_of(row):
+    return {
+        key: row.get(key) for key in row.keys(include_nested=True, leaves_only=True)
+    }
+
+
+def check_equal(first, second):
+    assert len(first) == len(second)
+    for one, other in zip(first.unbind(0), second.unbind(0), strict=True):
+        expected, found = leaves_of(one), leaves_of(other)
+        assert set(expected) <= set(found)
+        for key, value in expected.items():
+            if not isinstance(value, torch.Tensor):
+                assert getattr(found[key], "data", found[key]) == getattr(
+                    value, "data", value
+                ), key
+                continue
+            assert found[key].dtype == value.dtype, key
+            torch.testing.assert_close(
+                found[key], value, rtol=0, atol=0, equal_nan=True, msg=str(key)
+            )
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+def test_a_batch_comes_back_from_a_file_unchanged(engine, tokenizer, tmp_path, mode):
+    batch = generate(engine, tokenizer, mode)
+    batch_to_dataset(batch).to_parquet(tmp_path / "rows.parquet")
+    dataset = Dataset.from_parquet(str(tmp_path / "rows.parquet"))
+    check_equal(batch.exclude("next"), dataset_to_batch(dataset).exclude("next"))
+    assert dataset["reward"] == [1.0, 0.0, 2.0]
+    assert dataset["answer"] == ["a", "b", "c"]
+
+
+def test_columns_have_the_tokens_and_log_probs_of_each_row(engine, tokenizer):
+    batch = generate(engine, tokenizer)
+    dataset = batch_to_dataset(batch)
+    for row, source in zip(dataset, batch.unbind(0), strict=True):
+        assert [message["role"] for message in row["prompt"]] == ["user"]
+        assert row["completion"][0]["role"] == "assistant"
+        ids = row["prompt_ids"] + row["completion_ids"]
+        assert ids == source["tokens", "full"].tolist()
+        assert row["env_mask"] == [1] * len(row["completion_ids"])
+        expected = source["log_probs", "response"].tolist()
+        assert row["logprobs"] == pytest.approx(expected, abs=1e-7)
+
+
+def test_padding_is_removed(engine, tokenizer):
+    padded = batch_to_dataset(generate(engine, tokenizer, pad_output=True))
+    dense = batch_to_dataset(generate(engine, tokenizer))
+    for name in ("prompt_ids", "completion_ids", "env_mask", "completion"):
+        assert padded[name] == dense[name], name
+
+
+def test_a_loss_of_the_rows_is_that_of_the_batch(engine, tokenizer):
+    from torchrl.modules.llm import TransformersWrapper
+
+    from torchrl_sglang.testing.tiny_model import make_tiny_model
+
+    model = make_tiny_model(tokenizer)
+    trained = TransformersWrapper(
+        model,
+        tokenizer=tokenizer,
+        input_mode="tokens",
+        generate=False,
+        return_log_probs=True,
+    )
+    loss = CorrectedGRPOLoss(trained, masking_strategy="rlhf")
+    batch = generate(engine, tokenizer)
+    losses = []
+    for rows in (batch, dataset_to_batch(batch_to_dataset(batch))):
+        rows["advantage"] = torch.tensor([1.0, -1.0, 0.5]).view(3, 1, 1)
+        losses.append(loss(rows).loss_objective.item())
+    assert losses[0] == losses[1]
+
+
+def test_a_batch_without_tokens_is_refused():
+    with pytest.raises(ConfigurationError, match="tokens, masks and log-probs"):
+        batch_to_dataset(TensorDict(a=torch.ones(2), batch_size=2))
+
+
+def test_a_dataset_without_ids_is_refused():
+    with pytest.raises(ConfigurationError, match="prompt_ids"):
+        dataset_to_batch(Dataset.from_dict({"prompt": ["a"]}))

@@ -1,0 +1,273 @@
+"""Batches as ``datasets.Dataset``, with TRL's column names, and back.
+
+=====================  ===============================================================
+Column                 Value of a row
+=====================  ===============================================================
+``prompt``             messages with ``role`` and ``content``, or a text
+``completion``         the same for the response, with an agent's later messages
+``prompt_ids``         token ids of the prompt
+``completion_ids``     token ids of everything after the prompt
+``env_mask``           1 for the policy's tokens of ``completion_ids``, 0 for others
+``logprobs``           log-probs of ``completion_ids``, in nats; 0 where the mask is 0
+``weight_versions``    version of the weights of each of ``completion_ids``; -1: none
+``reward``             sum of the rewards
+``done``               whether it is the last row of its conversation
+=====================  ===============================================================
+
+The batch's other columns follow under their own names, nested ones with dots.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict.utils import _is_non_tensor
+
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.policies import outputs
+
+if TYPE_CHECKING:
+    import datasets
+
+DERIVED = frozenset(
+    {
+        *("tokens", "masks", "log_probs", "history", "text", "next"),
+        *("done", "terminated", "truncated"),
+    }
+)
+"""Columns of a batch that the table's columns replace."""
+
+COLUMNS = frozenset(
+    {
+        *("prompt", "completion", "prompt_ids", "completion_ids", "env_mask"),
+        *("logprobs", "reward", "done"),
+    }
+)
+"""Columns of a table that are not the batch's own."""
+
+VERSIONS = "generation_info.weight_version"
+
+
+def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
+    """Returns a batch of a collector, a wrapper or a gateway as a dataset.
+
+    Padding is removed.
+
+    Args:
+        batch: of shape ``(B,)``, with ``("tokens", "full")`` and masks.
+
+    Returns:
+        datasets.Dataset: B rows, with the columns of this module's table. Integers are
+            64 bits wide, and floats 32.
+
+    Raises:
+        ConfigurationError: if it has no tokens, no masks, or a value that a table
+            cannot hold; or if `datasets` is not installed.
+
+    Examples:
+        >>> batch = next(iter(collector))  # doctest: +SKIP
+        >>> dataset = batch_to_dataset(batch)  # doctest: +SKIP
+        >>> dataset.to_parquet("rollouts.parquet")  # doctest: +SKIP
+    """
+    table = _import_datasets().Dataset
+    rows = [_to_row(row) for row in batch.reshape(-1).unbind(0)]
+    names = dict.fromkeys(name for row in rows for name in row)
+    try:
+        return table.from_dict(
+            {name: [row.get(name) for row in rows] for name in names}
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"The batch is not a table: {error}. Leave such a column out with "
+            f"batch.exclude(...)."
+        ) from error
+
+
+def dataset_to_batch(dataset: datasets.Dataset) -> TensorDictBase:
+    """Returns the batch of a dataset of :func:`batch_to_dataset`.
+
+    Returns:
+        TensorDictBase: of shape ``(B,)``, not padded, such as for a loss.
+
+    Raises:
+        ConfigurationError: if a column is missing.
+
+    Examples:
+        >>> batch = dataset_to_batch(dataset)  # doctest: +SKIP
+        >>> loss(batch)  # doctest: +SKIP
+    """
+    missing = {"prompt_ids", "completion_ids", "env_mask", "logprobs"} - set(
+        dataset.column_names
+    )
+    if missing:
+        raise ConfigurationError(
+            f"The dataset has no column {', '.join(sorted(missing))}; its columns are "
+            f"{', '.join(dataset.column_names)}."
+        )
+    return LazyStackedTensorDict(*map(_from_row, dataset))
+
+
+def _to_row(row: TensorDictBase) -> dict[str, Any]:
+    try:
+        full = row["tokens", "full"]
+        written = row["masks", "all_assistant_mask"]
+        valid = row["masks", "all_attention_mask"]
+        log_probs = row["log_probs", "response"]
+    except KeyError as error:
+        raise ConfigurationError(
+            f"The batch cannot be a table: {error.args[0]} A batch of a collector, a "
+            f"gateway, or a wrapper with return_log_probs=True has tokens, masks and "
+            f"log-probs."
+        ) from error
+    length = len(full) - len(log_probs)
+    response = slice(length, None)
+    kept = valid[response]
+    prompt, completion = _conversation(row, "prompt"), _conversation(row, "response")
+    found = {
+        "prompt": prompt,
+        "completion": completion,
+        "prompt_ids": full[:length][valid[:length]].tolist(),
+        "completion_ids": full[response][kept].tolist(),
+        "env_mask": written[response][kept].int().tolist(),
+        "logprobs": log_probs.where(written[response], 0.0)[kept].tolist(),
+    }
+    following = row.get("next", None)
+    if following is not None:
+        found["reward"] = following["reward"].sum().item()
+        if (done := following.get("done", None)) is not None:
+            found["done"] = bool(done.all())
+    for key in row.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
+        path = (key,) if isinstance(key, str) else key
+        if path[0] not in DERIVED:
+            found[".".join(path)] = _plain(row.get(key), kept)
+    if VERSIONS in found:
+        found["weight_versions"] = found.pop(VERSIONS)
+    return found
+
+
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) or _is_non_tensor(kind)
+
+
+def _plain(value: Any, kept: torch.Tensor) -> Any:
+    """Returns a value of a row; one for each token without those of padding."""
+    if not isinstance(value, torch.Tensor):
+        return value.tolist() if hasattr(value, "tolist") else value.data
+    if value.ndim and len(value) == len(kept) and not kept.all():
+        value = value[kept]
+    return value.tolist()
+
+
+def _conversation(row: TensorDictBase, part: str) -> Any:
+    """Returns messages or a text; ``None``: the batch has tokens alone."""
+    history = row.get(("history", part), None)
+    if history is not None:
+        pairs = zip(history.role, history.content, strict=True)
+        return [{"role": role, "content": content} for role, content in pairs]
+    text = row.get(("text", part), None)
+    return getattr(text, "data", text)
+
+
+def _from_row(row: Mapping[str, Any]) -> TensorDict:
+    sample: dict[str, Any] = {**_tokens(row), **_conversations(row)}
+    plain: dict[str, Any] = {}
+    for column, value in row.items():
+        if column in COLUMNS or value is None:
+            continue
+        name = VERSIONS if column == "weight_versions" else column
+        container, _, field = name.partition(".")
+        place = sample.setdefault(container, {}) if field else plain
+        place[field or container] = _to_value(value)
+    result = outputs.unchecked(
+        {
+            **outputs.assemble(
+                [sample], (), pad_output=False, padding_value=0, device=None
+            ),
+            **plain,
+        }
+    )
+    if row.get("reward") is not None:
+        last = bool(row.get("done", True))
+        reward = torch.full((1, 1), row["reward"], dtype=torch.float32)
+        result.update(_ends(value=False))
+        result["next"] = outputs.unchecked({"reward": reward, **_ends(value=last)})
+    return result
+
+
+def _tokens(row: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    prompt, response = (
+        torch.tensor(row[name], dtype=torch.int64)
+        for name in ("prompt_ids", "completion_ids")
+    )
+    mask = torch.tensor(row["env_mask"], dtype=torch.bool)
+    log_probs = torch.tensor(row["logprobs"], dtype=torch.float32)
+    # Losses exclude tokens without a log-prob.
+    log_probs[~mask] = math.nan
+    written = torch.cat([torch.zeros_like(prompt, dtype=torch.bool), mask])
+    unread = torch.full(prompt.shape, math.nan)
+    return {
+        "tokens": {
+            "prompt": prompt,
+            "response": response,
+            "full": torch.cat([prompt, response]),
+        },
+        "masks": {
+            "all_attention_mask": torch.ones_like(written),
+            "all_assistant_mask": written,
+        },
+        "log_probs": {"response": log_probs, "full": torch.cat([unread, log_probs])},
+    }
+
+
+def _conversations(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    prompt, completion = row.get("prompt"), row.get("completion")
+    if prompt is None or completion is None:
+        return {}
+    parts = {
+        "prompt": prompt,
+        "response": completion,
+        "full": prompt + completion,
+    }
+    if isinstance(prompt, str):
+        texts = {name: outputs.non_tensor(text) for name, text in parts.items()}
+        return {"text": texts}
+    return {
+        "history": {
+            name: outputs.to_history([outputs.to_message(each) for each in messages])
+            for name, messages in parts.items()
+        }
+    }
+
+
+def _to_value(value: Any) -> Any:
+    """Returns numbers as tensors, and others as non-tensor data."""
+    tensor = None
+    if not isinstance(value, (str, Mapping)):
+        with suppress(TypeError, ValueError):
+            tensor = torch.tensor(value)
+    if tensor is None:
+        return outputs.non_tensor(value)
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _ends(*, value: bool) -> dict[str, torch.Tensor]:
+    return {
+        "done": torch.full((1,), value),
+        "terminated": torch.full((1,), value),
+        "truncated": torch.zeros(1, dtype=torch.bool),
+    }
+
+
+def _import_datasets() -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigurationError(
+            "batch_to_dataset needs the package datasets: pip install datasets."
+        ) from error
+    return datasets
