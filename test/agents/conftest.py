@@ -142,3 +142,9 @@ def running_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     yield start
     for process in started:
         process.close()
+
+
+@pytest.fixture(scope="session")
+def verifiers_python() -> str:
+    """The interpreter with verifiers."""
+    return interpreter_of(Program(file="", environment="verifiers", errors={}))

@@ -10,7 +10,6 @@ from helpers.agent_clients import HELLO, ROME, Program, check_rows, job_of
 from helpers.scripted_server import Reply
 
 ADAPTERS = {
-    "verifiers": Program(file="verifiers_agent.py", environment="verifiers", errors={}),
     "inspect": Program(
         file="inspect_agent.py", environment="inspect_adapter", errors={}
     ),

@@ -19,6 +19,8 @@ from helpers.scripted_server import make_scripted_tokenizer
 from helpers.tool_template import gateway_of
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang.gateway.adapters.verifiers_agent import VerifiersAgent
+from torchrl_sglang.support import event_loop
 from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
@@ -171,6 +173,57 @@ def test_three_frameworks_at_once_through_weight_updates(
     versions = {
         span.version
         for session in everything
+        for turn in session.turns
+        for span in turn.completion.versions
+    }
+    assert len(versions) == UPDATES + 1
+
+
+def test_episodes_of_verifiers_at_once_through_weight_updates(
+    verifiers_python, engine, model
+):
+    first, tokenizer, _ = model
+    models, seeds = {}, itertools.count(1)
+    noise = {"max_new_tokens": TOKENS, "ignore_eos": True}
+    with ExitStack() as stack:
+        agent = stack.enter_context(
+            VerifiersAgent(
+                "weather_taskset",
+                python=verifiers_python,
+                harness={"id": "talking_harness", "turns": TURNS},
+                environment={"PYTHONPATH": str(CLIENTS)},
+            )
+        )
+        task = agent.prompts()[0]
+        scheme = SGLangWeightSyncScheme(engine)
+        stack.callback(scheme.shutdown)
+        sender = scheme.create_sender()
+
+        def update(model):
+            models[int(sender.update_weights(model).version)] = model
+
+        update(first)
+        stack.callback(update, first)
+        gateway = stack.enter_context(gateway_of(engine, default_sampling_params=noise))
+        sessions = [gateway.session() for _ in range(SESSIONS)]
+        running = [
+            event_loop.submit(
+                agent(task, base_url=session.base_url, api_key=session.key)
+            )
+            for session in sessions
+        ]
+        for number in range(1, UPDATES + 1):
+            wait_for_turns(sessions, running, number / (UPDATES + 1))
+            update(make_tiny_model(tokenizer, seed=next(seeds), **SHAPE))
+        for session, future in zip(sessions, running, strict=True):
+            gateway.set_reward(session, future.result(SECONDS))
+        rows = gateway.to_tensordict(sessions)
+    assert [len(session.turns) for session in sessions] == [TURNS] * SESSIONS
+    assert len(rows) == SESSIONS
+    assert compare(rows, models) == SESSIONS * TURNS * TOKENS
+    versions = {
+        span.version
+        for session in sessions
         for turn in session.turns
         for span in turn.completion.versions
     }

@@ -8,13 +8,11 @@ import pytest
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.adapters.inspect_task import InspectAgent
-from torchrl_sglang.gateway.adapters.verifiers_env import VerifiersAgent
 
 
 @pytest.mark.parametrize(
     ("make", "module", "told"),
     [
-        (VerifiersAgent, "verifiers", "pip install 'verifiers>=0.2,<0.3.1'"),
         (InspectAgent, "inspect_ai", "pip install 'inspect-ai>=0.3.285'"),
     ],
 )

@@ -1,8 +1,8 @@
 """Agents made of other libraries' environments, which bring tasks and scores.
 
-:class:`.VerifiersAgent` runs an environment of `verifiers`, :class:`.InspectAgent` a
-task of Inspect. Each has the tasks as ``prompts()``, and is itself the agent. They
-import their library when they are made, and of this package its errors alone.
+:class:`.VerifiersAgent` runs environments of `verifiers` in a Python of their own,
+:class:`.InspectAgent` a task of Inspect. Each has the tasks as ``prompts()``, and is
+itself the agent. A library is imported when its adapter is made.
 
 Another library is a file here, a client in ``test/agents/clients``, and pins in
 ``test/agents/requirements``.

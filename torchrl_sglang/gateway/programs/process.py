@@ -107,14 +107,14 @@ class TreeRunner:
         begun = time.monotonic()
         with self._lock:
             self._check_wanted()
-            process = self._process = _start(tree)
+            process = self._process = start_tree(tree)
         with process:
             try:
                 talk = _Talk(process, tree.stdin, limits.most_bytes)
                 timed_out = not talk.until_ended(begun + limits.seconds)
             finally:
                 # The block waits for its end, however long it takes.
-                _end(process)
+                end_tree(process)
             talk.until_ended(time.monotonic() + END_SECONDS)
             talk.close()
         self._check_wanted()
@@ -231,7 +231,8 @@ class _Talk:
         self._selector.close()
 
 
-def _start(tree: ProcessTree) -> subprocess.Popen[bytes]:
+def start_tree(tree: ProcessTree) -> subprocess.Popen[bytes]:
+    """Starts a tree below its watchdog, with pipes that are not buffered."""
     variables: dict[str, str] = {}
     if tree.temporary is not None:
         variables[watchdog.FOLDER_VARIABLE] = str(tree.temporary)
@@ -253,7 +254,7 @@ def _start(tree: ProcessTree) -> subprocess.Popen[bytes]:
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end_tree(process: subprocess.Popen[bytes]) -> None:
     """Ends a running tree, and waits for its end."""
     process.terminate()
     try:

@@ -1,0 +1,198 @@
+"""Environments of `verifiers` 0.4 through ``VerifiersAgent``, from their own Python."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from helpers.agent_clients import CLIENTS, ROME, check_rows
+from helpers.scripted_server import Reply, ScriptedServer
+from helpers.tool_template import TOOL_TEMPLATE
+from helpers.waiting import wait_until_gone
+
+from torchrl_sglang import AsyncSGLang, Gateway
+from torchrl_sglang.errors import ConfigurationError, UserFunctionError
+from torchrl_sglang.gateway.adapters.verifiers_agent import VerifiersAgent
+from torchrl_sglang.support import event_loop
+
+LOOK = Reply(reasoning="They want to know.", text="I look.", calls=[ROME])
+RIGHT, WRONG = Reply(text="It is 21 degrees."), Reply(text="It is 9 degrees.")
+SECONDS = 300.0
+
+
+@pytest.fixture
+def make_agent(verifiers_python) -> Iterator[Any]:
+    agents = []
+
+    def make(taskset="weather_taskset", *, variables=(), **arguments):
+        environment = {"PYTHONPATH": str(CLIENTS), **dict(variables)}
+        arguments = {"harness": "null", "python": verifiers_python, **arguments}
+        agents.append(VerifiersAgent(taskset, environment=environment, **arguments))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+@pytest.fixture
+def serve(model_folder, model_tokenizer) -> Any:
+    @contextmanager
+    def serve(script) -> Iterator[tuple[ScriptedServer, Gateway]]:
+        with (
+            ScriptedServer(model_folder, model_tokenizer, script) as server,
+            AsyncSGLang.connect(server.url) as engine,
+            Gateway(
+                engine,
+                chat_template=TOOL_TEMPLATE,
+                tool_call_parser="qwen25",
+                reasoning_parser="qwen3",
+            ) as gateway,
+        ):
+            yield server, gateway
+
+    return serve
+
+
+def run(gateway, agent, *, number=0, group_size=1):
+    (sessions,) = asyncio.run(
+        gateway.run_agents(
+            agent, agent.prompts()[number : number + 1], group_size=group_size
+        )
+    )
+    return sessions
+
+
+@pytest.mark.parametrize(("last", "reward"), [(RIGHT, 1.0), (WRONG, 0.0)])
+def test_tools_of_a_server_and_a_reward(make_agent, serve, last, reward):
+    with serve([LOOK, last]) as (server, gateway):
+        agent = make_agent(variables={"WITH_TOOLS": "1"})
+        (session,) = run(gateway, agent)
+        assert session.reward == reward
+        rows = gateway.to_tensordict([session])
+        check_rows(rows, server.generated, reward)
+        answer = session.turns[-1].prompt.messages[-1]
+        assert (answer["role"], answer["content"]) == (
+            "tool",
+            "It is 21 degrees in Rome.",
+        )
+
+
+def test_each_episode_has_its_own_session_and_the_process_is_shared(make_agent, serve):
+    with serve([RIGHT] * 16) as (server, gateway):
+        agent = make_agent()
+        sessions = run(gateway, agent, group_size=16)
+        assert [session.reward for session in sessions] == [1.0] * 16
+        assert [len(session.turns) for session in sessions] == [1] * 16
+        assert server.script == []
+
+
+def test_traces_of_one_episode_have_their_own_rewards(make_agent, serve):
+    """Of a rubric that compares the attempts at a task with each other."""
+    with serve([RIGHT, WRONG, RIGHT]) as (_, gateway):
+        agent = make_agent(env={"id": "best-of-n", "n": 3})
+        (session,) = run(gateway, agent)
+        assert session.reward is None
+        assert set(session.agent_rewards) == {"agent", "agent-2", "agent-3"}
+        by_agent = {turn.model: turn.text for turn in session.turns}
+        assert session.agent_rewards == {
+            name: float("21" in text) for name, text in by_agent.items()
+        }
+        rewards = gateway.to_tensordict([session])["next", "reward"]
+        assert sorted(rewards.flatten().tolist()) == [0.0, 1.0, 1.0]
+
+
+def test_a_reward_of_ones_own_reads_rewards_and_metrics(make_agent, serve):
+    def reward(task, episode):
+        (trace,) = episode["traces"]
+        assert trace["rewards"] == {"right": 1.0}
+        return trace["metrics"]["letters"] + task["task"]
+
+    with serve([RIGHT]) as (_, gateway):
+        (session,) = run(gateway, make_agent(reward=reward))
+        assert session.reward == len(RIGHT.text)
+
+
+def test_a_failed_episode_is_an_error_with_its_reason(make_agent, serve):
+    with serve([Reply(text="raise"), RIGHT]) as (_, gateway):
+        agent = make_agent()
+        with pytest.raises(UserFunctionError, match="a reward that fails"):
+            run_alone(gateway, agent)
+        assert [session.reward for session in run(gateway, agent)] == [1.0]
+
+
+def run_alone(gateway, agent, number=0):
+    session = gateway.session()
+    return asyncio.run(
+        agent({"task": number}, base_url=session.base_url, api_key=session.key)
+    )
+
+
+def begin(gateway, agent):
+    """Begins an episode in a thread's loop and returns its task and its loop."""
+    session = gateway.session()
+    call = agent({"task": 0}, base_url=session.base_url, api_key=session.key)
+    return event_loop.submit(call)
+
+
+def test_a_cancelled_episode_ends_its_request(make_agent, serve):
+    with serve([Reply(hangs=True), RIGHT]) as (server, gateway):
+        agent = make_agent()
+        episode = begin(gateway, agent)
+        server.wait_for("/generate", timeout=SECONDS)
+        episode.cancel()
+        server.wait_for("/abort_request", timeout=SECONDS)
+        assert [session.reward for session in run(gateway, agent)] == [1.0]
+
+
+def test_a_killed_process_fails_its_episode_and_the_next_starts_another(
+    make_agent, serve
+):
+    with serve([Reply(hangs=True), RIGHT]) as (server, gateway):
+        agent = make_agent()
+        episode = begin(gateway, agent)
+        server.wait_for("/generate", timeout=SECONDS)
+        os.kill(agent.pid, signal.SIGKILL)
+        with pytest.raises(UserFunctionError, match="ended with status"):
+            episode.result(SECONDS)
+        assert [session.reward for session in run(gateway, agent)] == [1.0]
+
+
+def test_closing_ends_every_process(make_agent, serve):
+    agent = make_agent()
+    agent.prompts()
+    pid = agent.pid
+    agent.close()
+    wait_until_gone([pid], seconds=0.0)
+    assert agent.pid is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"taskset": "no_such_taskset"}, "no_such_taskset"),
+        ({"harness": "no_such_harness"}, "no_such_harness"),
+        ({"env": {"agent": {"max_turn": 3}}}, "max_turn"),
+        ({"options": {"no_such_option": 1}}, "no_such_option"),
+    ],
+)
+def test_what_verifiers_refuses_is_an_error_with_its_words(
+    make_agent, arguments, message
+):
+    with pytest.raises(ConfigurationError, match=message):
+        make_agent(**arguments).prompts()
+
+
+def test_a_copy_in_another_process_starts_its_own(make_agent):
+    agent = make_agent()
+    assert len(agent.prompts()) == 2
+    with pickle.loads(pickle.dumps(agent)) as copy:
+        assert copy.pid is None
+        assert copy.prompts() == agent.prompts()
+        assert copy.pid != agent.pid

@@ -1,0 +1,255 @@
+"""Runs episodes of a `verifiers` environment, in the Python that has verifiers.
+
+``verifiers_program.py`` reads a JSON object from each line of its input: first the
+settings, then episodes to run or to cancel. It writes one for each answer. It imports
+nothing of this project, whose dependencies conflict with those of verifiers.
+
+Model calls of the environment go to a relay in this process, which forwards them to the
+session of the episode. verifiers keeps a client for each endpoint, so it would never
+forget a session's own address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections import Counter
+from collections.abc import AsyncIterator
+from itertools import islice
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from verifiers import v1 as vf
+from verifiers.v1.utils.loaders import env_config_type
+
+KEY_VARIABLE = "TORCHRL_SGLANG_NO_KEY"
+HOP_HEADERS = {"host", "content-length", "authorization", "x-api-key", "connection"}
+RELAY_SECONDS = 3600.0
+MAX_BODY = 2**30
+
+
+class Relay:
+    """Forwards model calls of traces to the sessions of their episodes."""
+
+    def __init__(self) -> None:
+        self.targets: dict[str, tuple[str, str, str]] = {}
+        """By trace: base URL and key of the session, and the name of the agent."""
+        self.url = ""
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> Any:
+        """Serves on a free port of this machine."""
+        application = web.Application(client_max_size=MAX_BODY)
+        application.router.add_route("*", "/v1/{path:.*}", self._forward)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        timeout = aiohttp.ClientTimeout(total=RELAY_SECONDS)
+        connector = aiohttp.TCPConnector(limit=0)
+        try:
+            async with aiohttp.ClientSession(
+                timeout=timeout, connector=connector
+            ) as self._client:
+                site = web.TCPSite(runner, "127.0.0.1", 0)
+                await site.start()
+                self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+                yield self
+        finally:
+            await runner.cleanup()
+
+    async def reward(self, job: dict[str, Any], rewards: dict[str, float]) -> None:
+        """Sets the rewards of a session's agents."""
+        url = job["base_url"].removesuffix("/v1") + "/reward"
+        headers = {"authorization": f"Bearer {job['api_key']}"}
+        for agent, reward in rewards.items():
+            content = {"reward": reward, "agent": agent}
+            async with self._client.post(url, json=content, headers=headers) as answer:
+                if answer.status != 200:
+                    raise RuntimeError(f"{url}: {await answer.text()}")
+
+    async def _forward(self, request: web.Request) -> web.StreamResponse:
+        target = self.targets.get(request.headers.get("X-Session-ID", ""))
+        if target is None:
+            raise web.HTTPForbidden(text="This trace has ended.")
+        base_url, key, agent = target
+        body = await request.read()
+        if body:
+            # A session tells its agents apart by the model in their requests.
+            body = json.dumps({**json.loads(body), "model": agent}).encode()
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in HOP_HEADERS
+        }
+        headers |= {"authorization": f"Bearer {key}", "x-api-key": key}
+        url = f"{base_url}/{request.match_info['path']}"
+        async with self._client.request(
+            request.method, url, data=body, headers=headers
+        ) as answer:
+            response = web.StreamResponse(status=answer.status)
+            response.content_type = answer.content_type
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+
+class Episodes:
+    """Runs episodes of one environment.
+
+    Args:
+        settings: the environment's configuration, and the number of tasks.
+        relay: forwards the model calls.
+    """
+
+    def __init__(self, settings: dict[str, Any], relay: Relay) -> None:
+        self.env: Any = vf.load_environment(_configuration(**settings))
+        tasks = iter(self.env.taskset)
+        self.tasks: list[Any] = list(islice(tasks, settings["num_tasks"]))
+        self._relay = relay
+        self._sets_rewards: bool = settings["sets_rewards"]
+        self._sampling = vf.SamplingConfig.model_validate(settings["sampling"])
+
+    async def run(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Runs an episode and returns rewards, metrics and errors of its traces."""
+        context = vf.ModelContext(
+            client=vf.EvalClientConfig(
+                base_url=self._relay.url, api_key_var=KEY_VARIABLE
+            ),
+            model="policy",
+            sampling=self._sampling,
+        )
+        agents: dict[str, str] = {}
+        numbers: Counter[str] = Counter()
+
+        def begin(trace: Any) -> None:
+            role = trace.agent.name or "agent"
+            numbers[role] += 1
+            number = numbers[role]
+            name = role if number == 1 else f"{role}-{number}"
+            agents[trace.id] = name
+            self._relay.targets[trace.id] = (job["base_url"], job["api_key"], name)
+
+        (slot,) = self.env.slots(self.tasks[job["task"]])
+        try:
+            episode = await self.env.run_slot(slot, context, on_trace=begin)
+        finally:
+            for trace_id in agents:
+                self._relay.targets.pop(trace_id, None)
+        if self._sets_rewards and len(episode.traces) > 1:
+            await self._relay.reward(
+                job, {agents[trace.id]: trace.reward for trace in episode.traces}
+            )
+        errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
+        return {
+            "ok": bool(self.env.complete(episode)),
+            "errors": [f"{error.type}: {error.message}" for error in errors],
+            "traces": [
+                {
+                    "agent": agents[trace.id],
+                    "trained": bool(trace.agent.trainable),
+                    "turns": trace.num_turns,
+                    "reward": trace.reward,
+                    "rewards": _numbers(trace.rewards),
+                    "metrics": _numbers(trace.metrics),
+                    "stop": trace.stop_condition,
+                }
+                for trace in episode.traces
+            ],
+        }
+
+
+def _numbers(values: dict[str, Any]) -> dict[str, float]:
+    named = {name: getattr(v, "value", v) for name, v in values.items()}
+    return {name: float(v) for name, v in named.items() if v is not None}
+
+
+def _configuration(*, env: dict[str, Any], agent: dict[str, Any], **_: Any) -> Any:
+    """Returns the environment's configuration; ``agent`` has settings of each role."""
+    kind = env_config_type(env["taskset"]["id"], env.get("id", ""))
+    roles = {
+        name: {
+            **{key: agent[key] for key in agent if key not in role.model_fields_set},
+            **env.get(name, {}),
+        }
+        for name, field in kind.model_fields.items()
+        if isinstance(role := field.default, vf.AgentConfig)
+    }
+    return kind.model_validate({**env, **roles})
+
+
+class Lines:
+    """Reads objects from the input, and writes objects to the first output."""
+
+    def __init__(self) -> None:
+        # An environment's prints go to the errors.
+        self._output = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    async def read(self) -> Any:
+        """Yields the objects until the input ends."""
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=MAX_BODY)
+        await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+        )
+        while line := await reader.readline():
+            yield json.loads(line)
+
+    def write(self, answer: dict[str, Any]) -> None:
+        """Writes an answer."""
+        self._output.write(json.dumps(answer) + "\n")
+
+
+async def main() -> None:
+    """Serves episodes until the input ends."""
+    lines = Lines()
+    objects = lines.read()
+    async with contextlib.AsyncExitStack() as stack:
+        relay = await stack.enter_async_context(Relay().serving())
+        try:
+            episodes = Episodes(await anext(objects), relay)
+            await stack.enter_async_context(episodes.env.serving())
+        except Exception as error:  # noqa: BLE001 - The environment raises anything.
+            traceback.print_exc()
+            lines.write({"failure": _describe(error)})
+            return
+        lines.write({"num_tasks": len(episodes.tasks)})
+        await _serve(episodes, objects, lines)
+
+
+async def _serve(episodes: Episodes, jobs: AsyncIterator[Any], lines: Lines) -> None:
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def run(job: dict[str, Any]) -> None:
+        try:
+            answer = await episodes.run(job)
+        except Exception as error:  # noqa: BLE001 - The same.
+            answer = {"failure": _describe(error)}
+        finally:
+            del running[job["id"]]
+        lines.write({"id": job["id"], **answer})
+
+    try:
+        async for job in jobs:
+            if "cancel" not in job:
+                running[job["id"]] = asyncio.create_task(run(job))
+            elif (task := running.get(job["cancel"])) is not None:
+                task.cancel()
+    finally:
+        remaining = list(running.values())
+        for task in remaining:
+            task.cancel()
+        await asyncio.gather(*remaining, return_exceptions=True)
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
