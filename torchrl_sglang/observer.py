@@ -39,7 +39,7 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int
     """Tokens of the prompt."""
     number: int
-    """Number of the turn; those of a gateway's session ascend."""
+    """Number of the turn; numbers of a gateway's session ascend."""
     parent: int | None = None
     """Number of the turn that it continues; ``None`` for a first turn."""
     branch: str = ""

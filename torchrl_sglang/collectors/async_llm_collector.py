@@ -589,6 +589,6 @@ def _state_of_a_collector() -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ConfigurationError(
-            f"The saved state is not that of an AsyncLLMCollector "
+            f"The saved state does not belong to an AsyncLLMCollector "
             f"({type(error).__name__}: {error}); give what its state_dict() returned."
         ) from error

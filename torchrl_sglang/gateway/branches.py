@@ -53,7 +53,7 @@ def forked(number: int) -> Branch:
 
 def other_text(number: int) -> Branch:
     """Returns the reason for a text without an earlier prefix."""
-    text = f"It is another text than that of turn {number}, or an earlier one."
+    text = f"Its text differs from turn {number}'s, or an earlier one."
     return Branch(reason="conversation", text=text)
 
 
@@ -99,7 +99,7 @@ def _explain(turn: Known, given: Sequence[Message], length: int) -> Branch:
     if is_prefix and not turn.same_settings:
         return Branch(
             reason="settings",
-            text=f"The tools or the template's variables are not those of {name}.",
+            text=f"The tools or the template's variables differ from {name}'s.",
         )
     if length == len(messages):
         if changes(messages, given[:length]) is None:

@@ -336,7 +336,7 @@ class Session:
     ) -> Branch | None:
         """Returns why a conversation is a branch; None if it continues a path's end.
 
-        Its first ``count`` messages are those of the turn that it continues.
+        Its first ``count`` messages are the messages of the turn that it continues.
         """
         if origin is None:
             siblings = [turn for turn in self.turns if turn.prompt.new_text is None]

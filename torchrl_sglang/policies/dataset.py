@@ -155,7 +155,7 @@ def _is_leaf(kind: type) -> bool:
 
 
 def _plain(value: Any, kept: torch.Tensor) -> Any:
-    """Returns a value of a row; one for each token without those of padding."""
+    """Returns a value of a row; values of padding are left out."""
     if not isinstance(value, torch.Tensor):
         return value.tolist() if hasattr(value, "tolist") else value.data
     if value.ndim and len(value) == len(kept) and not kept.all():

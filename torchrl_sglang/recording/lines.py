@@ -35,7 +35,7 @@ class ResponseLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_tokens: int = 0
     """Tokens of the prompts of all turns."""
     cached: int = 0
-    """Those of them that the prefix cache had."""
+    """Prompt tokens from the prefix cache."""
     turns: int = 1
     tools: int = 0
     """Messages of tools."""

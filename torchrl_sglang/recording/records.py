@@ -26,7 +26,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     rows: Sequence[Mapping[str, Any]]
     """Of each row its ``key``, and what :func:`mismatch_of` returns."""
     log_probs: Mapping[str, bytes]
-    """Those of the response of each row, as :func:`.pack` returns them, by key."""
+    """Log-probs of the response of each row, as :func:`.pack` returns them, by key."""
 
 
 def row_key(token_ids: Any) -> str:

@@ -29,7 +29,7 @@ class StreamPlace:
 class LineStream:
     """Files of one kind of lines; the oldest one makes room for the next.
 
-    ``most_bytes`` bounds all files of the stream, also those of earlier writers.
+    ``most_bytes`` bounds all files of the stream, also earlier writers' files.
     """
 
     folder: Path

@@ -54,7 +54,7 @@ class RequestPlan:
     request: GenerateRequest
     """Request under SGLang's names, its sampling parameters checked."""
     columns: tuple[tuple[TokenColumn, TokenLayout], ...]
-    """Token columns, those of the mode among them, and the layouts of their values."""
+    """Token columns, with the columns of the mode, and the layouts of their values."""
     capabilities: ServerCapabilities
     """Capabilities of the servers."""
     temperature: float | None

@@ -309,7 +309,7 @@ LOG_PROBS = TokenColumn(
     field_type=list[float],
     dropped_by_router=True,
 )
-"""Log-prob of each token among those of its support; becomes ``log_probs``."""
+"""Log-prob of each token within its support; becomes ``log_probs``."""
 
 WHOLE_VOCABULARY = replace(
     TOKEN_COLUMNS[SAMPLING_SUPPORT],

@@ -124,7 +124,7 @@ def join_values(first: Completion, second: Completion) -> dict[str, Any]:
     """Returns the fields that are kept for each token of two parts of a response.
 
     The request of the second part began with the tokens of the first. Where its prompt
-    has values, they replace those of the last tokens before it: an engine may know a
+    has values, they replace the last tokens' values before it: an engine may know a
     quantity of a token only when the next one is computed. Other values of the first
     part are taken from it only if the same weights have computed them.
     """

@@ -546,7 +546,7 @@ class Learner:
         """
         options = StateDictOptions(ignore_frozen_params=True)
         model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
-        # Learning rate and other values are those of the run that goes on.
+        # Learning rate and other values come from the resumed run.
         groups: Any = optimizer["param_groups"]
         optimizer["param_groups"] = [{"params": group["params"]} for group in groups]
         return {"model": model, "optimizer": optimizer, "steps": self.steps}

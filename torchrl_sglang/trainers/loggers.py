@@ -16,7 +16,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.log import torchrl_logger
 
 RESUMED = ("csv", "tensorboard", "wandb")
-"""Loggers that TorchRL opens where those of a checkpoint ended."""
+"""Loggers that TorchRL reopens at the checkpoint's run."""
 
 
 LOGGERS = ("csv", "tensorboard", "wandb", "mlflow", "trackio")

@@ -16,7 +16,7 @@ class RankScores:
     """Collects the log-probs of all ranks' learners for the recorder.
 
     Only the first rank writes, so that the bound on the recording, and the order of
-    what is in it, are those of one process.
+    what is in it, equal one process's.
     """
 
     recorder: RunRecorder | None

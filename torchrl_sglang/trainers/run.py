@@ -103,7 +103,7 @@ class Run:
     clock: PhaseClock
     """Measures the phases of a step."""
     status_seconds: float | None = None
-    """Interval between two texts of the progress; None for that of its mode."""
+    """Interval between two texts of the progress; None for its mode's interval."""
     metrics_endpoint: MetricsEndpoint | None = None
     """Where Prometheus scrapes this run; ``None`` on other ranks, and unless asked."""
     _checkpoints: Checkpoints
@@ -288,7 +288,7 @@ class Run:
             self.step = self.ranks.share(0 if state is None else state["step"])
             self.best = self.ranks.share(None if state is None else state["best"])
             # What does not fit is found before servers have the weights; their version
-            # is that of a new collector all the same.
+            # equals a new collector's all the same.
             fresh = self.collector.state_dict()
             self.collector.load_state_dict(collected)
             self.collector.load_state_dict(fresh)
@@ -296,7 +296,7 @@ class Run:
         self._show_progress()
         self.update_weights()
         if goes_on:
-            # The servers' weights are those of the state's policy version.
+            # The servers hold the weights of the state's policy version.
             self.collector.load_state_dict(collected)
             # More ranks than were saved have random numbers of their own.
             random: Any = self.ranks.share(None if state is None else state["random"])

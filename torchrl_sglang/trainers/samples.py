@@ -32,7 +32,7 @@ def rows_of(
     """Yields a row for each response of a batch with advantages.
 
     It has ``step``, ``prompt``, ``response``, ``reward``, ``advantage``,
-    ``policy_version`` and ``tokens``, those of :func:`count_written`.
+    ``policy_version`` and ``tokens``, see :func:`count_written`.
     """
     for row in batch.unbind(0):
         version = row.get("policy_version", None)

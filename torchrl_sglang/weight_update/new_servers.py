@@ -1,7 +1,7 @@
 """Sends the weights of the last update to servers that have joined since.
 
 The serving servers are not stopped. A new server reports the current version only when
-its values equal those of a serving one, bit for bit, where servers report values, and
+its values equal a serving server's, bit for bit, where servers report values, and
 when it scores the same prompts alike.
 """
 

@@ -32,7 +32,7 @@ NEXT_TURN = "next turn"
 def find_ranks(source: Source, group: dist.ProcessGroup | None = None) -> Ranks | None:
     """Returns the ranks that hold a source together; None if this one holds it whole.
 
-    They are those of its DTensors, or of ``group``.
+    They belong to its DTensors, or to ``group``.
     """
     groups = [] if group is None else [group]
     meshes = {spec.mesh for spec in source.specs.values() if spec.mesh is not None}

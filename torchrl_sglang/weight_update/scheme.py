@@ -79,7 +79,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             With ``"continue"`` (default; ``"retract"`` to SGLang) they keep their
             tokens and go on with the new weights, which compute their prefix again.
             Where servers cannot do so, as older ones cannot, the engine that updates
-            aborts its own and sends what remains; those of others raise
+            aborts its own and sends what remains; others' requests raise
             :class:`.GenerationAbortedError`. ``"abort"`` ends them with that error.
             ``"in_place"`` continues them on the stale KV cache of the old weights,
             which ``mixed_state`` of :class:`~torchrl_sglang.GenerationInfo` marks.
@@ -101,7 +101,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             after the next update.
         verify (bool): compare servers and trainer after every update: a few values,
             where a server tells them, must be equal, and its log-probs of a few prompts
-            must be those of the model that was sent, if it can be called. Defaults to
+            must equal the log-probs of the sent model, if it can be called. Defaults to
             False.
         encoding (str or WeightEncoding): what is sent of each tensor: ``"identity"``,
             the tensor itself; ``"fp8"``, FP8 values and scales of linear layers
@@ -115,7 +115,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):
             has to know their names, as a copy of the model does. A draft decides how
             fast tokens come, and not which ones.
         process_group (ProcessGroup, optional): the ranks that make the weights
-            together, where these do not tell, as DTensors do: those of an exporter with
+            together, where these do not tell, as DTensors do: ranks of an exporter with
             collectives of its own. All call the sender; the first one sends.
         weight_loader (str): how servers load what ``"broadcast"`` and ``"cuda_ipc"``
             send: ``"traced"``, by copies that were traced once, for servers that were

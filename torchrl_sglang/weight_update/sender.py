@@ -122,7 +122,7 @@ class SGLangWeightSender:
     def register_collector(self, collector: Any) -> None:
         """Registers a collector whose policy version counts updates, once each.
 
-        It has ``increment_version()`` and ``policy_version``, as those of TorchRL do.
+        It has ``increment_version()`` and ``policy_version``, like TorchRL's senders.
         Its ``last_sync_report`` is set to each update's report. The sender does not
         keep it alive, and forgets it with a warning when it has ended: when one of the
         two raises :class:`.CollectionError`, or its Ray actor is dead.
@@ -357,7 +357,7 @@ class SGLangWeightSender:
             or report.transport in ("none", "lora", "checkpoint")
         ):
             raise WeightSyncStateError(
-                f"New servers wait for weights, and the current ones are not those of "
+                f"New servers wait for weights, and the current ones are not from "
                 f"this sender's registered model. {advice}"
             )
         source = self._resolve(unwrap(self._model))

@@ -2,7 +2,7 @@
 
 *Values*: the first rows of a few parameters of every server must equal the trainer's,
 bit for bit; this finds a server that kept its old weights. *Log-probs* of a few prompts
-on every server must be those of the trainer's model; this finds weights in the wrong
+on every server must equal the trainer's model; this finds weights in the wrong
 place. The trainer's side is computed before and while the weights are sent, so that its
 model may change afterwards.
 """
@@ -157,7 +157,7 @@ def _check_numbers(extremes: Mapping[str, torch.Tensor], version: str) -> None:
             raise WeightMismatchError(
                 f"The weights of version {version} that were sent have NaN: {name} is "
                 f"the first such tensor. The servers have them now, and would generate "
-                f"noise; send finite weights, such as those of the last checkpoint."
+                f"noise; send finite weights, such as the last checkpoint's."
             )
 
 

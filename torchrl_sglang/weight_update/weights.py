@@ -69,7 +69,7 @@ class Weights:
     device: torch.device
     """Device of most bytes."""
     stable: bool
-    """Tensors stay as they are until the update has ended. Those of a source that is
+    """Tensors stay as they are until the update has ended. Tensors of a source that is
     not stable must be released before the next bucket is read."""
     adapter: Mapping[str, Any] | None = None
     """PEFT's configuration where the tensors are a LoRA adapter, not whole weights."""

@@ -306,7 +306,7 @@ def test_runs_that_cannot_go_on_reach_no_server(make, restored_engine, tmp_path)
     kept = (newest / "run.pt").read_bytes()
     state = torch.load(newest / "run.pt", weights_only=False)
     torch.save({**state, "collector": {"pool": 3}}, newest / "run.pt")
-    with pytest.raises(ConfigurationError, match="not that of an AsyncLLMCollector"):
+    with pytest.raises(ConfigurationError, match="not belong to an AsyncLLM"):
         make(**again).train()
     (newest / "run.pt").write_bytes(kept)
     (path,) = newest.glob("*.distcp")

@@ -260,7 +260,7 @@ class InFlight:
     ) -> None:
         """Aborts the requests that servers have, before they are paused.
 
-        ``keep``: but for those that a retraction keeps; ``others``: those of other
+        ``keep``: but for requests that a retraction keeps; ``others``: those of other
         users, too. No response starves: one that has to begin anew does so once, and no
         request is aborted before its server has computed a token of the oldest ones.
         """

@@ -20,7 +20,7 @@ PROBE_BIAS = 20.0
 """Bias of a token, without which undivided logits may be alike."""
 
 PROBE_MARGIN = 0.2
-"""Distance of the top log-prob of undivided logits above that of equal ones."""
+"""Distance of the top log-prob of undivided logits above the log-prob of equal ones."""
 
 
 class TemperatureProbe:

@@ -50,7 +50,7 @@ def add_command(commands: Any) -> Parser:
     add("--gpus", required=True, help="number of GPUs, of all machines", **number)
     text = "GPUs of a machine (default: %(default)s)"
     add("--gpus-per-node", default=8, help=text, **number)
-    text = f"of a GPU (default: that of this machine's, or {DEFAULT_MEMORY:g})"
+    text = f"of a GPU (default: this machine's, or {DEFAULT_MEMORY:g})"
     add("--gpu-memory", type=positive_float, metavar="GIB", help=text)
     text = "tokens of the longest prompt with its response (default: %(default)s)"
     add("--sequence", default=2048, help=text, **number)

@@ -40,7 +40,7 @@ class VerifiersAgent:
     """An environment of `verifiers` (0.4 and later, ``verifiers.v1``) as an agent.
 
     A taskset with its harness and runtime runs in a process with a Python of its own,
-    since the dependencies of verifiers conflict with those of SGLang. Its model calls
+    since verifiers and SGLang need different versions of packages. Its model calls
     go to the gateway's session, and its rewards come back. The process starts at the
     first use, is shared by all episodes, and ends with :meth:`close`, the object or the
     trainer.
@@ -65,8 +65,8 @@ class VerifiersAgent:
         env: further settings of the environment, such as ``{"id": "best-of-n"}``, or
             of a role, ``{"agent": {"max_turns": 4}}``, where a harness and a runtime
             have priority over the two above.
-        sampling: sampling parameters in its requests. Defaults to none: those of the
-            gateway count.
+        sampling: sampling parameters in its requests. Defaults to none: the
+            gateway's count.
         reward: ``(task, episode)``, a function for the session's reward instead.
             ``episode["traces"]`` has for each trace ``"agent"``, ``"reward"``,
             ``"rewards"`` and ``"metrics"`` by name, ``"turns"`` and ``"stop"``.

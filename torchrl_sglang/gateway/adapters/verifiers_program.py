@@ -2,7 +2,7 @@
 
 ``verifiers_program.py`` reads a JSON object from each line of its input: first the
 settings, then episodes to run or to cancel. It writes one for each answer. It imports
-nothing of this project, whose dependencies conflict with those of verifiers.
+nothing of this project, whose dependencies conflict with verifiers'.
 
 Model calls of the environment go to a relay in this process, which forwards them to the
 session of the episode. verifiers keeps a client for each endpoint, so it would never

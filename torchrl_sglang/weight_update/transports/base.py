@@ -28,7 +28,7 @@ BUCKET_BYTES = 2 << 30
 SEND_TIMEOUT_SECONDS = 300.0
 
 UNPROVEN = "unproven"
-"""Weight version of new servers until their values were compared with those of others,
+"""Weight version of new servers until their values were compared with other servers',
 which have these weights under the version that both get then."""
 
 CPU = torch.device("cpu")

@@ -1,7 +1,7 @@
 """Ranks of a trainer make the handles of one update together.
 
 A server opens the memory of the rank on its own GPU. So each rank gathers the tensors
-of a bucket, and makes handles of its own copy; the first one sends those of all.
+of a bucket, and makes handles of its own copy; the first rank sends all handles.
 """
 
 from __future__ import annotations

@@ -707,7 +707,7 @@ def test_a_model_that_was_trained_since_fills_nothing(filling, launcher):
         sender.update_new_servers()
     assert "/update_weights_from_disk" not in calls(launcher.handles[-1])
     other = SGLangWeightSyncScheme(engine, model).create_sender()
-    with pytest.raises(WeightSyncStateError, match="not those of this sender"):
+    with pytest.raises(WeightSyncStateError, match="not from this sender"):
         other.update_new_servers()
 
 
