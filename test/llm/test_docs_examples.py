@@ -30,8 +30,11 @@ FIXTURES = {
 }
 """Free name in an example -> the fixture that provides it."""
 
-NOT_IMPORTED_HERE = {"torchrl_sglang.backends.launch.cpu.launch"}
-"""What SGLang's Python runs, which has other packages than this one."""
+NOT_IMPORTED_HERE = {
+    "torchrl_sglang.backends.launch.cpu.launch",
+    "torchrl_sglang.gateway.adapters.verifiers_program",
+}
+"""Programs of other Pythons, SGLang's and verifiers', with other packages."""
 
 MADE_BY_SPHINX = {"generated", "tutorials"}
 """Folders of pages that the build writes."""

@@ -91,7 +91,9 @@ def correct(config: RolloutCorrectionConfig, sampled: Sampled) -> Corrected:
         ...     mask=torch.tensor([[True, True, True]]),
         ...     advantage=torch.ones(1, 3),
         ... )
-        >>> corrected = correct(as_config("decoupled_token_is"), sampled)
+        >>> corrected = correct(
+        ...     RolloutCorrectionConfig.preset("decoupled_token_is"), sampled
+        ... )
         >>> corrected.weights, corrected.keep.tolist()
         (tensor([[2., 1., 0.]]), [[True, True, False]])
     """

@@ -126,40 +126,40 @@ def _to_row(row: TensorDictBase) -> dict[str, Any]:
         ) from error
     length = len(full) - len(log_probs)
     response = slice(length, None)
-    kept = valid[response]
+    is_token = valid[response]
     prompt, completion = _conversation(row, "prompt"), _conversation(row, "response")
-    found = {
+    columns = {
         "prompt": prompt,
         "completion": completion,
         "prompt_ids": full[:length][valid[:length]].tolist(),
-        "completion_ids": full[response][kept].tolist(),
-        "env_mask": written[response][kept].int().tolist(),
-        "logprobs": log_probs.where(written[response], 0.0)[kept].tolist(),
+        "completion_ids": full[response][is_token].tolist(),
+        "env_mask": written[response][is_token].int().tolist(),
+        "logprobs": log_probs.where(written[response], 0.0)[is_token].tolist(),
     }
     following = row.get("next", None)
     if following is not None:
-        found["reward"] = following["reward"].sum().item()
+        columns["reward"] = following["reward"].sum().item()
         if (done := following.get("done", None)) is not None:
-            found["done"] = bool(done.all())
+            columns["done"] = bool(done.all())
     for key in row.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
         path = (key,) if isinstance(key, str) else key
         if path[0] not in DERIVED:
-            found[".".join(path)] = _plain(row.get(key), kept)
-    if VERSIONS in found:
-        found["weight_versions"] = found.pop(VERSIONS)
-    return found
+            columns[".".join(path)] = _plain(row.get(key), is_token)
+    if VERSIONS in columns:
+        columns["weight_versions"] = columns.pop(VERSIONS)
+    return columns
 
 
 def _is_leaf(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) or _is_non_tensor(kind)
 
 
-def _plain(value: Any, kept: torch.Tensor) -> Any:
+def _plain(value: Any, is_token: torch.Tensor) -> Any:
     """Returns a value of a row; values of padding are left out."""
     if not isinstance(value, torch.Tensor):
         return value.tolist() if hasattr(value, "tolist") else value.data
-    if value.ndim and len(value) == len(kept) and not kept.all():
-        value = value[kept]
+    if value.ndim and len(value) == len(is_token) and not is_token.all():
+        value = value[is_token]
     return value.tolist()
 
 
@@ -192,10 +192,10 @@ def _from_row(row: Mapping[str, Any]) -> TensorDict:
         }
     )
     if row.get("reward") is not None:
-        last = bool(row.get("done", True))
+        is_end = bool(row.get("done", True))
         reward = torch.full((1, 1), row["reward"], dtype=torch.float32)
         result.update(_ends(value=False))
-        result["next"] = outputs.unchecked({"reward": reward, **_ends(value=last)})
+        result["next"] = outputs.unchecked({"reward": reward, **_ends(value=is_end)})
     return result
 
 
@@ -238,7 +238,9 @@ def _conversations(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         return {"text": texts}
     return {
         "history": {
-            name: outputs.to_history([outputs.to_message(each) for each in messages])
+            name: outputs.to_history(
+                [outputs.to_message(message) for message in messages]
+            )
             for name, messages in parts.items()
         }
     }

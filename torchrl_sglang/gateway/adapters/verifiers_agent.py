@@ -363,13 +363,13 @@ def _lines(pipe: Any) -> Iterator[bytes]:
 
 def _find_python(python: str | os.PathLike[str]) -> str:
     path = os.path.expanduser(os.fspath(python))
-    found = shutil.which(path)
-    if found is None:
+    program = shutil.which(path)
+    if program is None:
         raise ConfigurationError(
             f"python={path!r} is no program; give the interpreter of an environment "
             f"with verifiers: python -m venv DIR; DIR/bin/pip install 'verifiers>=0.4'."
         )
-    return os.path.abspath(found)
+    return os.path.abspath(program)
 
 
 def _named(name: str, value: str | Mapping[str, Any], key: str) -> dict[str, Any]:
