@@ -39,20 +39,20 @@ def test_groups_and_batches_are_those_of_the_collector(make, tmp_path):
     for number, batch in enumerate(batches, start=1):
         groups = [group for group in run.groups if group.batch == number]
         groups.sort(key=lambda group: group.line.position)
-        keys = [key for g in groups for each in g.responses for key in each.keys]
+        keys = [key for g in groups for each in g.line.responses for key in each.keys]
         assert keys == keys_of(batch)
-        rewards = [reward for group in groups for reward in group.rewards]
+        rewards = [reward for group in groups for reward in group.line.rewards]
         returned = batch["next", "reward"].flatten()
         # Two turns of each conversation.
         assert rewards == pytest.approx(returned.view(-1, 2).sum(-1).tolist())
         told = [
             group.advantages[key]
             for group in groups
-            for key in [k for each in group.responses for k in each.keys]
+            for key in [k for each in group.line.responses for k in each.keys]
         ]
         assert told == pytest.approx(batch["advantage"].flatten().tolist())
         tokens = [len(each) for each in batch.get(("tokens", "response"), as_list=True)]
-        counted = [each.tokens for group in groups for each in group.responses]
+        counted = [each.tokens for group in groups for each in group.line.responses]
         assert sum(counted) == sum(tokens)
         assert all(group.status == "trained" for group in groups)
     # Nothing runs any more.

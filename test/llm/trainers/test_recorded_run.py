@@ -44,9 +44,9 @@ def test_a_run_shows_what_it_did(restored_engine, tiny_model_path, tmp_path):
     (run,) = read_runs([recording])
     assert run.name == "run"
     rows = [json.loads(each) for each in (output / "rollouts.jsonl").open()]
-    assert sum(len(group.responses) for group in run.groups) == len(rows) == 16
+    assert sum(len(group.line.responses) for group in run.groups) == len(rows) == 16
     assert {group.status for group in run.groups} == {"trained"}
-    assert sorted(reward for group in run.groups for reward in group.rewards) == (
+    assert sorted(reward for group in run.groups for reward in group.line.rewards) == (
         pytest.approx(sorted(row["reward"] for row in rows))
     )
     # The weights are sent before the first step, and after each.
