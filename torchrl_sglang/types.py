@@ -390,7 +390,7 @@ class ServerCapabilities:
     selects_draft: bool = False
     """A weight update selects the served model, its draft or both."""
     spares_draft: bool = False
-    """Tensors of a weight update can be kept from a draft model."""
+    """The server can leave its draft model out of a weight update."""
     feeds_draft: bool = False
     """Tensors of a weight update can reach the draft model."""
     has_traced_loader: bool = False

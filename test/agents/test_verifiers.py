@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import pickle
 import signal
@@ -187,6 +188,32 @@ def test_what_verifiers_refuses_is_an_error_with_its_words(
 ):
     with pytest.raises(ConfigurationError, match=message):
         make_agent(**arguments).prompts()
+
+
+def test_an_agent_that_is_dropped_ends_its_process(make_agent, verifiers_python):
+    agent = VerifiersAgent(
+        "weather_taskset",
+        python=verifiers_python,
+        environment={"PYTHONPATH": str(CLIENTS)},
+    )
+    agent.prompts()
+    pid = agent.pid
+    del agent
+    gc.collect()
+    wait_until_gone([pid])
+
+
+def test_a_setting_that_is_not_json_is_refused(make_agent):
+    with pytest.raises(ConfigurationError, match="travel as JSON"):
+        make_agent(options={"rows": {1, 2}})
+
+
+def test_a_program_of_the_harness_reads_no_jobs(make_agent, serve):
+    with serve([RIGHT]) as (_, gateway):
+        harness = {"id": "talking_harness", "turns": 1}
+        agent = make_agent(harness=harness, variables={"READS_INPUT": "1"})
+        (session,) = run(gateway, agent)
+        assert session.turns[0].prompt.messages[-1]["content"] == "0 bytes"
 
 
 def test_a_copy_in_another_process_starts_its_own(make_agent):

@@ -30,7 +30,7 @@ _SAFE: dict[type, frozenset[str]] = {
     str: frozenset(dir(str)) - {"format", "format_map"},
     LoopContext: frozenset(dir(LoopContext)),
 }
-"""Attributes of types; the sandbox checks names with an underscore."""
+"""Allowed attributes by type; the sandbox rejects names with an underscore."""
 _SAFE = {
     kind: frozenset(name for name in names if not name.startswith("_"))
     for kind, names in _SAFE.items()

@@ -41,7 +41,7 @@ class AgentRun:
     """One call of an agent: its session and its task."""
 
     session: Session
-    """Turns and reward of the agent when it ended."""
+    """Snapshot of the session at the end of the agent."""
     task: Mapping[str, Any]
     """Columns of the dataset element that the agent was given."""
     policy_version: int

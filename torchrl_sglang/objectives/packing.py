@@ -126,7 +126,7 @@ def packed_terms(
     first = real & (real.cumsum(-1) == 1)
     scored = mask.bool() & real & ~first
     logits = _forward(model, tokens[real], lengths, longest, index[scored] - 1)
-    # After the pass, a collective: other ranks then receive an error.
+    # After the forward pass, a collective: an earlier error hangs other ranks.
     drawn = None if sampling is None else sampling.of(scored, tokens)
     log_probs, entropies = token_terms(
         logits, tokens[scored], entropy=entropy, sampling=drawn

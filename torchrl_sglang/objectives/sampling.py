@@ -47,7 +47,7 @@ def padded_terms(
         logits_only=True,
         **actor.generate_kwargs,
     )
-    # After the pass, a collective: other ranks then receive an error.
+    # After the forward pass, a collective: an earlier error hangs other ranks.
     drawn = None if sampling is None else sampling.of(mask, tokens)
     log_probs, entropies = token_terms(
         logits.flatten(0, 1),

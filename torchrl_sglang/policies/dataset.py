@@ -14,13 +14,14 @@ Column                 Value of a row
 ``done``               whether it is the last row of its conversation
 =====================  ===============================================================
 
-The batch's other columns follow under their own names, nested ones with dots.
+The batch's other columns follow under their own names, nested ones with dots; after
+``batch.`` if a column above has the name.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,12 @@ COLUMNS = frozenset(
 )
 """Columns of a table that are not the batch's own."""
 
+OF_TOKENS = frozenset({"advantage", "policy_versions", "turn_returns", "turn_rewards"})
+"""Columns with a value for each token after the prompt."""
+
+OWN = "batch."
+"""Prefix of a batch's own column with the name of a table's column."""
+
 VERSIONS = "generation_info.weight_version"
 
 
@@ -62,11 +69,11 @@ def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
         batch: of shape ``(B,)``, with ``("tokens", "full")`` and masks.
 
     Returns:
-        datasets.Dataset: B rows, with the columns of this module's table. Integers are
-            64 bits wide, and floats 32.
+        datasets.Dataset: B rows, with the columns of this module's table. Numbers are
+            64 bits wide; :func:`dataset_to_batch` makes floats of 32 bits.
 
     Raises:
-        ConfigurationError: if it has no tokens, no masks, or a value that a table
+        ConfigurationError: if it has no rows, tokens or masks, or a value that a table
             cannot hold; or if `datasets` is not installed.
 
     Examples:
@@ -75,6 +82,8 @@ def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
         >>> dataset.to_parquet("rollouts.parquet")  # doctest: +SKIP
     """
     table = _import_datasets().Dataset
+    if 0 in batch.shape:
+        raise ConfigurationError("The batch has no rows.")
     rows = [_to_row(row) for row in batch.reshape(-1).unbind(0)]
     names = dict.fromkeys(name for row in rows for name in row)
     try:
@@ -136,15 +145,17 @@ def _to_row(row: TensorDictBase) -> dict[str, Any]:
         "env_mask": written[response][is_token].int().tolist(),
         "logprobs": log_probs.where(written[response], 0.0)[is_token].tolist(),
     }
-    following = row.get("next", None)
-    if following is not None:
-        columns["reward"] = following["reward"].sum().item()
-        if (done := following.get("done", None)) is not None:
-            columns["done"] = bool(done.all())
-    for key in row.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
+    following = row.get("next", {})
+    if (reward := following.get("reward", None)) is not None:
+        columns["reward"] = reward.sum().item()
+        columns["done"] = bool(following.get("done", torch.tensor(True)).all())
+    task = row.exclude(*DERIVED)
+    for key in task.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
         path = (key,) if isinstance(key, str) else key
-        if path[0] not in DERIVED:
-            columns[".".join(path)] = _plain(row.get(key), is_token)
+        name = ".".join(path)
+        if name in COLUMNS or name == "weight_versions":
+            name = OWN + name
+        columns[name] = _plain(path, row.get(key), valid, length)
     if VERSIONS in columns:
         columns["weight_versions"] = columns.pop(VERSIONS)
     return columns
@@ -154,12 +165,15 @@ def _is_leaf(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) or _is_non_tensor(kind)
 
 
-def _plain(value: Any, is_token: torch.Tensor) -> Any:
-    """Returns a value of a row; values of padding are left out."""
+def _plain(path: Sequence[str], value: Any, valid: torch.Tensor, length: int) -> Any:
+    """Returns a value of a row; padding is left out of a value for each token."""
     if not isinstance(value, torch.Tensor):
         return value.tolist() if hasattr(value, "tolist") else value.data
-    if value.ndim and len(value) == len(is_token) and not is_token.all():
-        value = value[is_token]
+    if len(path) > 1 or path[0] in OF_TOKENS:
+        part = {"full": slice(None), "prompt": slice(length)}
+        is_token = valid[part.get(path[-1], slice(length, None))]
+        if value.ndim and len(value) == len(is_token):
+            value = value[is_token]
     return value.tolist()
 
 
@@ -175,22 +189,25 @@ def _conversation(row: TensorDictBase, part: str) -> Any:
 
 def _from_row(row: Mapping[str, Any]) -> TensorDict:
     sample: dict[str, Any] = {**_tokens(row), **_conversations(row)}
-    plain: dict[str, Any] = {}
+    plain: dict[tuple[str, ...], Any] = {}
     for column, value in row.items():
         if column in COLUMNS or value is None:
             continue
-        name = VERSIONS if column == "weight_versions" else column
-        container, _, field = name.partition(".")
-        place = sample.setdefault(container, {}) if field else plain
-        place[field or container] = _to_value(value)
+        name = VERSIONS if column == "weight_versions" else column.removeprefix(OWN)
+        container, *fields = name.split(".")
+        if len(fields) == 1:
+            sample.setdefault(container, {})[fields[0]] = _to_value(value)
+        else:
+            plain[container, *fields] = _to_value(value)
     result = outputs.unchecked(
         {
             **outputs.assemble(
                 [sample], (), pad_output=False, padding_value=0, device=None
             ),
-            **plain,
         }
     )
+    for key, value in plain.items():
+        result.set(key, value)
     if row.get("reward") is not None:
         is_end = bool(row.get("done", True))
         reward = torch.full((1, 1), row["reward"], dtype=torch.float32)
@@ -225,8 +242,9 @@ def _tokens(row: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _conversations(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    prompt, completion = row.get("prompt"), row.get("completion")
-    if prompt is None or completion is None:
+    prompt: Any = row.get("prompt")
+    completion: Any = row.get("completion")
+    if prompt is None or type(prompt) is not type(completion):
         return {}
     parts = {
         "prompt": prompt,

@@ -100,7 +100,7 @@ class RequestPlan:
         )
 
     def settle(self, ignores_temperature: bool | None) -> RequestPlan:
-        """Decides ``scores``; ``None``: servers differ or do not report the order."""
+        """Whether server log-probs ignore the temperature; ``None``: unknown."""
         if self.request.logprobs_mode == "model":
             return _with_room(replace(self, scores=not ignores_temperature))
         if ignores_temperature is False:

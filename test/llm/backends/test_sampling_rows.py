@@ -21,6 +21,24 @@ FILTER = SamplingParameter(
 )
 
 
+NO_FILTERS = """
+    ebnf frequency_penalty ignore_eos json_schema logit_bias
+    max_new_tokens min_new_tokens no_stop_trim presence_penalty regex
+    repetition_penalty sampling_seed skip_special_tokens
+    spaces_between_special_tokens stop stop_regex stop_token_ids
+    structural_tag temperature
+"""
+"""Parameters that leave no token out of the distribution, or whose tokens a grammar
+decides: a new parameter is put here, or its row says with ``keeps_all`` when it is off.
+"""
+
+
+def test_each_parameter_is_a_filter_or_known_to_be_none():
+    filters = {name for name, row in SAMPLING_PARAMETERS.items() if row.keeps_all}
+    assert filters == {"made_up", "min_p", "top_k", "top_p"}
+    assert set(SAMPLING_PARAMETERS) - filters == set(NO_FILTERS.split())
+
+
 @pytest.fixture(autouse=True)
 def a_filter(monkeypatch):
     """A parameter that leaves tokens out, as a developer adds one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text
 
@@ -123,6 +123,40 @@ def test_a_loss_of_the_rows_is_that_of_the_batch(engine, tokenizer):
         rows["advantage"] = torch.tensor([1.0, -1.0, 0.5]).view(3, 1, 1)
         losses.append(loss(rows).loss_objective.item())
     assert losses[0] == losses[1]
+
+
+def test_a_column_of_the_batch_keeps_its_name_and_its_value(engine, tokenizer):
+    batch = generate(engine, tokenizer)
+    batch["prompt"] = ["a", "b", "c"]
+    batch["deep", "a", "b"] = torch.arange(3)
+    dataset = batch_to_dataset(batch)
+    assert dataset["batch.prompt"] == ["a", "b", "c"]
+    assert dataset["prompt"][0][0]["role"] == "user"
+    check_equal(batch.exclude("next"), dataset_to_batch(dataset).exclude("next"))
+
+
+def test_calls_in_some_messages_are_no_obstacle(engine, tokenizer):
+    batch = generate(engine, tokenizer)
+    call = {"function": {"name": "add", "arguments": {}}}
+    rows = list(batch.unbind(0))
+    said = History.from_chats(
+        [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    )[0]
+    said[1].set("tool_calls", NonTensorData([call]))
+    rows[0]["history"].full = said
+    assert len(batch_to_dataset(lazy_stack(rows))) == 3
+
+
+def test_a_vector_as_long_as_a_padded_response_is_whole(engine, tokenizer):
+    batch = generate(engine, tokenizer, pad_output=True)
+    width = batch["tokens", "response"].shape[-1]
+    batch["embedding"] = torch.arange(3 * width).view(3, width)
+    assert batch_to_dataset(batch)["embedding"] == batch["embedding"].tolist()
+
+
+def test_a_batch_without_rows_is_refused():
+    with pytest.raises(ConfigurationError, match="no rows"):
+        batch_to_dataset(TensorDict(batch_size=[0]))
 
 
 def test_a_batch_without_tokens_is_refused():

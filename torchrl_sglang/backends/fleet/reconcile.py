@@ -271,7 +271,7 @@ class Tick(Event):
     router: bool | None = None
     """Whether the router runs; ``None``: there is none, or another owner has it."""
     may_start_router: bool = False
-    """Whether the router can be restarted, and no start is pending."""
+    """The router can be restarted now: no start is pending."""
 
     def _apply(self, step: Step) -> None:
         state = step.state

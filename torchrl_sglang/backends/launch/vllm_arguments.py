@@ -37,7 +37,7 @@ RENAMED: Mapping[str, str] = {
     "max_cudagraph_capture_size": "cuda_graph_max_bs_decode",
     "cudagraph_capture_sizes": "cuda_graph_bs_decode",
     "enable_fp32_output": "enable_fp32_lm_head",
-    # LoRA, several modalities, logs.
+    # Arguments of LoRA, multimodal models and logging.
     "max_loras": "max_loras_per_batch",
     "max_cpu_loras": "max_loaded_loras",
     "limit_mm_per_prompt": "limit_mm_data_per_request",

@@ -173,7 +173,7 @@ class Ages:
     """Ages of the tokens that were taken, in weight updates."""
 
     in_flight: Counter[int] = field(default_factory=Counter)
-    """Age when their group was complete -> number of tokens."""
+    """Number of tokens by their age at the end of the group."""
     in_queue: Counter[int] = field(default_factory=Counter)
     """Age that was added until their group was taken -> number of tokens."""
     total: Counter[int] = field(default_factory=Counter)

@@ -13,10 +13,11 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Self
 
 from torchrl_sglang.errors import ConfigurationError, UserFunctionError
@@ -124,6 +125,13 @@ class VerifiersAgent:
             "sets_rewards": reward is None,
         }
         self._reward = reward
+        try:
+            json.dumps(self._settings)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"options, env, harness, runtime and sampling travel as JSON to the "
+                f"process of verifiers: {error}."
+            ) from error
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
@@ -200,12 +208,15 @@ class VerifiersAgent:
 
     def _started(self) -> _Process:
         with self._lock:
-            if self._process is None or self._process.has_ended:
-                self._process = _Process(
+            process = self._process
+            # An environment that cannot be loaded is not loaded again for each task.
+            if process is None or (process.has_ended and process.num_tasks):
+                process = self._process = _Process(
                     self._python, self._environment, self._settings, repr(self)
                 )
-        self._process.wait_ready(self._start_timeout)
-        return self._process
+                weakref.finalize(self, process.close)
+        process.wait_ready(self._start_timeout)
+        return process
 
 
 class _Process:
@@ -236,11 +247,15 @@ class _Process:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
-        for read in (self._read_log, self._read_answers):
+        self._is_over = False
+        # A program that does not read must not block its callers' event loop.
+        self._lines: SimpleQueue[bytes | None] = SimpleQueue()
+        for work in (self._read_log, self._read_answers, self._write_lines):
             threading.Thread(
-                target=read, name=f"torchrl_sglang-{read.__name__}", daemon=True
+                target=work, name=f"torchrl_sglang{work.__name__}", daemon=True
             ).start()
-        self.end = weakref.finalize(self, _end, self._popen)
+        # Also at the interpreter's exit.
+        self.close = weakref.finalize(self, _end, self._popen, self._lines)
         self._write(settings)
 
     @property
@@ -270,31 +285,29 @@ class _Process:
         """Returns the answer to a job; cancels the job if the caller is cancelled."""
         number, answer = next(self._numbers), Future[dict[str, Any]]()
         with self._lock:
+            if self._is_over:
+                raise self._failure()
             self._answers[number] = answer
         try:
             self._write({"id": number, **job})
             return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
-            with suppress(UserFunctionError):
-                self._write({"cancel": number})
+            self._write({"cancel": number})
             raise
         finally:
             with self._lock:
                 self._answers.pop(number, None)
 
-    def close(self) -> None:
-        """Ends the process with its running episodes."""
-        self.end()
-
     def _write(self, value: Mapping[str, Any]) -> None:
-        line = memoryview((json.dumps(value) + "\n").encode())
+        self._lines.put((json.dumps(value) + "\n").encode())
+
+    def _write_lines(self) -> None:
         assert self._popen.stdin is not None
-        try:
-            with self._lock:
-                while line:
-                    line = line[self._popen.stdin.write(line) :]
-        except (OSError, ValueError) as error:
-            raise self._failure() from error
+        # At the end of the process, its answers end.
+        with suppress(OSError), io.BufferedWriter(self._popen.stdin) as pipe:
+            while (line := self._lines.get()) is not None:
+                pipe.write(line)
+                pipe.flush()
 
     def _read_log(self) -> None:
         for line in _lines(self._popen.stderr):
@@ -302,16 +315,24 @@ class _Process:
 
     def _read_answers(self) -> None:
         for line in _lines(self._popen.stdout):
-            self._take(json.loads(line))
+            try:
+                answer = json.loads(line)
+            except ValueError:
+                # A library printed it while verifiers was imported.
+                self._log.append(line.decode(errors="replace").rstrip())
+            else:
+                self._take(answer)
         self._popen.wait()
-        _close_input(self._popen)
+        self._lines.put(None)
         failure = self._failure()
         with self._lock:
+            self._is_over = True
             waiting = list(self._answers.values())
         if not self._ready.done():
             self._ready.set_exception(ConfigurationError(str(failure)))
         for future in waiting:
-            if not future.done():
+            # Its caller may be cancelled at this moment.
+            with suppress(InvalidStateError):
                 future.set_exception(failure)
 
     def _take(self, answer: dict[str, Any]) -> None:
@@ -327,8 +348,9 @@ class _Process:
         else:
             with self._lock:
                 future = self._answers.get(answer["id"])
-            if future is not None and not future.done():
-                future.set_result(answer)
+            if future is not None:
+                with suppress(InvalidStateError):
+                    future.set_result(answer)
 
     def _failure(self) -> UserFunctionError:
         return UserFunctionError(
@@ -340,19 +362,13 @@ class _Process:
         return "\n".join(self._log)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], lines: SimpleQueue[bytes | None]) -> None:
     """Lets the process clean up its episodes, and ends it if that takes too long."""
-    _close_input(process)
+    lines.put(None)
     try:
         process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:
         end_tree(process)
-
-
-def _close_input(process: subprocess.Popen[bytes]) -> None:
-    assert process.stdin is not None
-    with suppress(OSError):
-        process.stdin.close()
 
 
 def _lines(pipe: Any) -> Iterator[bytes]:

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import json
 import os
-import sys
 import traceback
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,7 +28,14 @@ from verifiers import v1 as vf
 from verifiers.v1.utils.loaders import env_config_type
 
 KEY_VARIABLE = "TORCHRL_SGLANG_NO_KEY"
-HOP_HEADERS = {"host", "content-length", "authorization", "x-api-key", "connection"}
+HOP_HEADERS = frozenset(
+    {
+        *("host", "connection", "authorization", "x-api-key", "expect"),
+        *("content-length", "content-encoding", "transfer-encoding"),
+    }
+)
+"""Headers of a request that the relay sets itself, or has taken off the body."""
+
 RELAY_SECONDS = 3600.0
 MAX_BODY = 2**30
 
@@ -79,7 +86,10 @@ class Relay:
         body = await request.read()
         if body:
             # A session tells its agents apart by the model in their requests.
-            body = json.dumps({**json.loads(body), "model": agent}).encode()
+            try:
+                body = json.dumps({**json.loads(body), "model": agent}).encode()
+            except (TypeError, ValueError) as error:
+                raise web.HTTPBadRequest(text=f"No JSON object: {error}") from error
         headers = {
             name: value
             for name, value in request.headers.items()
@@ -87,9 +97,12 @@ class Relay:
         }
         headers |= {"authorization": f"Bearer {key}", "x-api-key": key}
         url = f"{base_url}/{request.match_info['path']}"
-        async with self._client.request(
-            request.method, url, data=body, headers=headers
-        ) as answer:
+        async with contextlib.AsyncExitStack() as stack:
+            call = self._client.request(request.method, url, data=body, headers=headers)
+            try:
+                answer = await stack.enter_async_context(call)
+            except aiohttp.ClientError as error:
+                raise web.HTTPBadGateway(text=f"{url}: {error!r}") from error
             response = web.StreamResponse(status=answer.status)
             response.content_type = answer.content_type
             await response.prepare(request)
@@ -187,15 +200,19 @@ class Lines:
     """Reads objects from the input, and writes objects to the first output."""
 
     def __init__(self) -> None:
-        # An environment's prints go to the errors.
+        # Neither prints of the environment nor its programs reach these two.
+        self._input = os.fdopen(os.dup(0), "rb", buffering=0)
         self._output = os.fdopen(os.dup(1), "w", buffering=1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
         os.dup2(2, 1)
 
     async def read(self) -> Any:
         """Yields the objects until the input ends."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(limit=MAX_BODY)
         await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
+            lambda: asyncio.StreamReaderProtocol(reader), self._input
         )
         while line := await reader.readline():
             yield json.loads(line)
@@ -230,14 +247,15 @@ async def _serve(episodes: Episodes, jobs: AsyncIterator[Any], lines: Lines) -> 
             answer = await episodes.run(job)
         except Exception as error:  # noqa: BLE001 - The same.
             answer = {"failure": _describe(error)}
-        finally:
-            del running[job["id"]]
         lines.write({"id": job["id"], **answer})
 
     try:
         async for job in jobs:
             if "cancel" not in job:
-                running[job["id"]] = asyncio.create_task(run(job))
+                number = job["id"]
+                running[number] = asyncio.create_task(run(job))
+                # Also if it is cancelled before its first step.
+                running[number].add_done_callback(partial(_forget, running, number))
             elif (task := running.get(job["cancel"])) is not None:
                 task.cancel()
     finally:
@@ -245,6 +263,10 @@ async def _serve(episodes: Episodes, jobs: AsyncIterator[Any], lines: Lines) -> 
         for task in remaining:
             task.cancel()
         await asyncio.gather(*remaining, return_exceptions=True)
+
+
+def _forget(running: dict[int, Any], number: int, _: Any) -> None:
+    running.pop(number, None)
 
 
 def _describe(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""THE table of transports: names, options, and which one ``"auto"`` takes."""
+"""The table of transports: their names and options."""
 
 from __future__ import annotations
 

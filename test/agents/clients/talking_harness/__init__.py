@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import verifiers.v1 as vf
@@ -30,6 +31,9 @@ class TalkingHarness(vf.Harness[TalkingConfig]):
         data: vf.TaskData,
         tool_interception_url: str | None = None,
     ) -> ProgramResult:
+        if os.environ.get("READS_INPUT"):
+            # As a program that inherits the input of this process.
+            data = data.model_copy(update={"prompt": f"{len(os.read(0, 9))} bytes"})
         messages: list[Any] = []
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             for _ in range(self.config.turns):
