@@ -29,7 +29,7 @@ class WeatherTask(vf.Task[WeatherData, vf.State, WeatherConfig]):
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        if "raise" in trace.last_reply:
+        if trace.last_reply == "raise":
             raise ValueError("a reward that fails")
         return float(self.data.answer in trace.last_reply)
 
