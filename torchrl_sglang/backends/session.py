@@ -424,6 +424,10 @@ class _UpdateSession:
         try:
             run_sync(self.control.resume(timeout=timeout))
         except ServerError as error:
+            # Where the process has ended, what still answers at its address is not the
+            # server that requests are sent to.
+            if not {*self.engine.restarting}.isdisjoint(self.control.urls):
+                raise
             torchrl_logger.debug(f"Generation is resumed once more: {error}")
             run_sync(self.control.resume(timeout=min(timeout, CLEANUP_SECONDS)))
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from aiohttp import web
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
@@ -25,6 +26,7 @@ from torchrl_sglang.errors import (
 )
 
 TENSORS = "/update_weights_from_tensor"
+RESUME = "/continue_generation"
 ASKED = {
     "input_ids": [5, 6, 7],
     "sampling_params": {"max_new_tokens": 2},
@@ -240,6 +242,22 @@ def test_nobody_is_left_to_compare_with(launched, make_sender):
     with pytest.raises(WeightTransferError, match="No server is left that .* compared"):
         sender.update_new_servers()
     assert sender.stats().failures == before + 1
+
+
+def test_a_server_whose_process_has_ended_is_not_resumed(launched, make_sender):
+    """It answers a moment longer, as a child of the process that was killed does."""
+    launcher, engine = launched(1)
+    sender, (handle,) = make_sender(engine, restart_timeout=0), launcher.handles
+    resume = handle.server.routes[RESUME]
+
+    def end(content):
+        handle.server.routes[RESUME] = resume
+        handle.state = "dead"
+        return web.Response(status=500)
+
+    handle.server.routes[RESUME] = end
+    with pytest.raises(WeightTransferError, match="hold the new weights"):
+        sender.update_weights()
 
 
 def test_a_receiver_is_made_by_torchrls_name(connected):
