@@ -37,9 +37,19 @@ def own_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in OWN_THREADS]
 
 
+def collection_of(collector: AsyncLLMCollector) -> Any:
+    """Returns the running collection of a collector."""
+    return collector._collection
+
+
+def versions_of(collector: AsyncLLMCollector) -> Any:
+    """Returns the weight versions that a collector counts."""
+    return collector._versions
+
+
 def begin(collector: AsyncLLMCollector) -> None:
-    """Begins to collect, as the first batch does that is asked for."""
-    collector._collection.start()
+    """Begins to collect, like the request for the first batch."""
+    collection_of(collector).start()
 
 
 def user(text: str) -> dict[str, str]:

@@ -10,6 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.backends.fleet.membership import Fleet
+
+
+def fleet_of(engine: AsyncSGLang) -> Fleet:
+    """Returns the servers of an engine and their states."""
+    return engine._fleet
+
+
+def supervisor_of(engine: AsyncSGLang) -> Any:
+    """Returns the loop that watches an engine's servers."""
+    return engine._supervisor
 
 
 def with_capabilities(engine: AsyncSGLang, **capabilities: Any) -> AsyncSGLang:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers.echo_engine import make_interpreter
+from helpers.engines import fleet_of
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until_gone
 
@@ -79,7 +80,7 @@ def test_an_engine_that_is_dropped_ends_its_servers(start, used):
         if used:
             assert engine.generate(**GENERATE)[0].token_ids == [5, 6, 7, 5]
         pids = [engine.servers[0].pid, *descendants(engine.servers[0].pid)]
-        fleet = weakref.ref(engine._fleet)
+        fleet = weakref.ref(fleet_of(engine))
         del engine
         wait_until_gone(pids)
         assert fleet() is None

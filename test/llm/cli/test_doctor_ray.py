@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ NODE = RayNode("10.0.0.1", "worker-1", 8, 2, FINDINGS, VERSIONS)
 def second(**versions: str | None) -> RayNode:
     """Returns another node, with other versions."""
     versions = {**VERSIONS, **versions}
-    return NODE._replace(address="10.0.0.2", name="worker-2", versions=versions)
+    return replace(NODE, address="10.0.0.2", name="worker-2", versions=versions)
 
 
 def judge(*nodes: RayNode, device: str = "cuda") -> list[Finding]:
@@ -60,8 +61,8 @@ def test_a_healthy_cluster_is_ok():
         (second(Python="3.12.1"), "problem", "3.12.1 on 10.0.0.2"),
         (second(SGLang="0.5.20"), "warning", "0.5.20 on 10.0.0.2"),
         (
-            NODE._replace(
-                findings=[Finding("problem", "model", "No folder.", "Give one.")]
+            replace(
+                NODE, findings=[Finding("problem", "model", "No folder.", "Give one.")]
             ),
             *("problem", "No folder."),
         ),
@@ -82,7 +83,7 @@ def test_an_engine_that_is_missing_is_not_on_every_node():
 
 def test_servers_on_cpu_need_no_gpu():
     missing = Finding("problem", "gpu", "There is no GPU.", "Give --device cpu.")
-    node = NODE._replace(gpus=0, findings=[missing])
+    node = replace(NODE, gpus=0, findings=[missing])
     assert judge(node)[0].level == "problem"
     assert {row.level for row in judge(node, device="cpu")} == {"ok"}
     assert {row.level for row in judge(NODE, node)} == {"ok"}
@@ -101,7 +102,7 @@ def test_an_actor_reports_its_node(tmp_path):
     assert "/none" in messages["engine"]
     assert "config.json" in messages["model"]
     assert messages["network"] == "It cannot connect to 127.0.0.2."
-    messages = [row.message for row in judge(NODE, NODE._replace(findings=findings))]
+    messages = [row.message for row in judge(NODE, replace(NODE, findings=findings))]
     assert "It cannot connect to 127.0.0.2." in messages
     assert "Each node reaches the others." not in messages
 

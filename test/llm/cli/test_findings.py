@@ -12,6 +12,7 @@ import socket
 import tempfile
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +92,8 @@ def not_ok(name: str, machine: Machine) -> list[Finding]:
         ("_engine", {"device": "cuda"}),
         ("_gpus", {}),
         ("_gpus", {"gpus": TWO}),
-        ("_gpus", {"gpus": TWO._replace(memory=(), driver=None)}),
-        ("_gpus", {"gpus": TWO._replace(visible=1, peers=None)}),
+        ("_gpus", {"gpus": replace(TWO, memory=(), driver=None)}),
+        ("_gpus", {"gpus": replace(TWO, visible=1, peers=None)}),
         ("_nccl", {}),
         ("_nccl", {"environment": {"NCCL_CUMEM_ENABLE": "0", "NCCL_DEBUG": "INFO"}}),
         ("_nccl", {"environment": {"NCCL_P2P_DISABLE": "0"}}),
@@ -160,11 +161,11 @@ OLD = json.dumps({**SGLANG, "sglang": "0.5.9"})
             *("warning", "router", "no sglang-router", "one server"),
         ),
         (
-            *("_gpus", {"gpus": TWO._replace(visible=0, cuda=None)}),
+            *("_gpus", {"gpus": replace(TWO, visible=0, cuda=None)}),
             *("warning", "gpu", "PyTorch is a build for CPU", "CUDA build"),
         ),
         (
-            *("_gpus", {"gpus": TWO._replace(visible=0)}),
+            *("_gpus", {"gpus": replace(TWO, visible=0)}),
             *("warning", "gpu", "finds none", "CUDA_VISIBLE_DEVICES"),
         ),
         (
@@ -172,11 +173,11 @@ OLD = json.dumps({**SGLANG, "sglang": "0.5.9"})
             *("problem", "gpu", "no GPU", "--device cpu"),
         ),
         (
-            *("_gpus", {"gpus": TWO._replace(memory=(H200, ("H200", 9_000, 143_000)))}),
+            *("_gpus", {"gpus": replace(TWO, memory=(H200, ("H200", 9_000, 143_000)))}),
             *("warning", "gpu memory", "GPU 1 is", "--cuda-devices"),
         ),
         (
-            *("_gpus", {"gpus": TWO._replace(peers=False)}),
+            *("_gpus", {"gpus": replace(TWO, peers=False)}),
             *("warning", "gpu links", "cannot all copy", "nvidia-smi topo"),
         ),
         (

@@ -7,7 +7,7 @@ import asyncio
 import aiohttp
 import pytest
 import torch
-from helpers.collecting import ask_gateway, talk, tasks, user
+from helpers.collecting import ask_gateway, talk, tasks, user, versions_of
 from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_sglang import (
@@ -101,7 +101,7 @@ def test_stale_tokens_are_masked(collect, fake):
             if self.runs == 1:
                 for version in ("1", "2"):
                     fake.weight_version = version
-                    collector._versions.add(version)
+                    versions_of(collector).add(version)
                 collector._set_version()
             return reward
 

@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from helpers.collecting import begin, length_reward, own_threads, tasks
+from helpers.collecting import begin, collection_of, length_reward, own_threads, tasks
 from helpers.waiting import wait_until
 from torch.utils.data import Dataset
 from torchrl.data import (
@@ -495,7 +495,7 @@ def test_a_collector_that_is_dropped_ends(fake_engine):
         policy=SGLangWrapper(fake_engine), prompts=tasks(9), groups_per_batch=1
     )
     next(iter(collector))
-    core = weakref.ref(collector._collection)
+    core = weakref.ref(collection_of(collector))
     del collector
     gc.collect()
     wait_until(lambda: not own_threads())

@@ -17,11 +17,13 @@ import torch
 from helpers.collecting import (
     OneReward,
     ask_gateway,
+    collection_of,
     length_reward,
     one_turn_env,
     talk,
     tasks,
     user,
+    versions_of,
 )
 from helpers.fake_server import FakeServer
 
@@ -393,7 +395,7 @@ def test_responses_between_resumption_and_count(trainers, fake, monkeypatch):
 
 def test_an_update_that_fails_is_not_announced(trainers, fake, monkeypatch):
     trainer = Run(trainers)
-    versions = trainer.collector._versions
+    versions = versions_of(trainer.collector)
 
     def fail(*args, **options):
         assert versions.of(options["version"]) == 1
@@ -401,7 +403,7 @@ def test_an_update_that_fails_is_not_announced(trainers, fake, monkeypatch):
 
     monkeypatch.setattr(session, "update_weights", fail)
     begun = []
-    monkeypatch.setattr(trainer.collector._collection, "set_version", begun.append)
+    monkeypatch.setattr(collection_of(trainer.collector), "set_version", begun.append)
     with pytest.raises(WeightTransferError, match="It broke"):
         trainer.collector.update_policy_weights_()
     assert versions.of("1") == versions.current == 0
@@ -444,10 +446,10 @@ def test_weights_that_are_not_verified(trainers, fake, tmp_path, monkeypatch):
     with pytest.raises(WeightMismatchError, match="Other values"):
         sender.update_weights(verify=True)
     assert sent[0] == sent[1]
-    assert collector.policy_version == collector._versions.of("1") == 1
+    assert collector.policy_version == versions_of(collector).of("1") == 1
     report = sender.update_weights(verify=False)
-    assert collector.policy_version == collector._versions.of(report.version) == 2
-    assert collector._versions.of("1") == 1
+    assert collector.policy_version == versions_of(collector).of(report.version) == 2
+    assert versions_of(collector).of("1") == 1
     collector.shutdown()
     recorder.close()
     (run,) = read_runs([Recording.open(tmp_path / "recording")])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from helpers.collecting import OneReward, one_turn_env
+from helpers.collecting import OneReward, collection_of, one_turn_env
 from helpers.waiting import wait_until
 from tensordict import set_list_to_stack
 from torchrl.envs.llm import ChatEnv
@@ -102,8 +102,8 @@ def test_one_that_is_made_too_late_is_used_later(make_with_env):
     batches = iter(collector)
     for _ in range(4):
         next(batches)
-    kept = collector._collection.groups._environments
-    collector._collection.pause()
+    kept = collection_of(collector).groups._environments
+    collection_of(collector).pause()
     wait_until(lambda: collector.stats()["groups_running"] == 0)
     wait_until(lambda: len(kept._idle) == len(kept._known))
     assert collector.stats()["groups_retried"] > 0

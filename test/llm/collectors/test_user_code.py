@@ -21,7 +21,7 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from helpers.collecting import ask_gateway, one_turn_env, tasks, user
+from helpers.collecting import ask_gateway, collection_of, one_turn_env, tasks, user
 from helpers.slow import diagonal
 from helpers.tool_template import TOOL_TEMPLATE
 from helpers.waiting import wait_until
@@ -725,7 +725,7 @@ def test_turns_after_an_agents_end_change_nothing(make, gateway):
     collector = make(
         agent=agent, gateway=gateway, rewards=None, total_groups=1, groups_per_batch=1
     )
-    groups = collector._collection.groups
+    groups = collection_of(collector).groups
     write = groups.write
 
     def late(group):

@@ -17,6 +17,7 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict, IterableDatasetDict
 from helpers.chat_families import family_tokenizer
+from helpers.collecting import collection_of
 
 from torchrl_sglang import (
     GRPO,
@@ -213,7 +214,7 @@ def test_the_chat_template_is_applied_before_servers_start(
 def test_columns_that_a_run_takes_for_taken(fake_engine, tiny_model_path, tmp_path):
     run = GRPO(tiny_model_path, **GIVEN, engine=fake_engine, output=tmp_path)
     with run:
-        columns = run.collector._collection.groups._columns
+        columns = collection_of(run.collector).groups._columns
     assert columns == ROW_COLUMNS | POLICY_COLUMNS | TURN_COLUMNS | {"short"}
 
 

@@ -20,6 +20,7 @@ import pytest
 import requests
 import torch
 from helpers import log_probs
+from helpers.engines import fleet_of
 from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE
 from helpers.waiting import wait_until
@@ -57,7 +58,7 @@ STEPS = [
 
 def reach(engine, url: str) -> None:
     """Lets an engine reach its server at another address."""
-    fleet = engine._fleet
+    fleet = fleet_of(engine)
     there = replace(fleet.replicas[0], url=url)
     fleet.change(lambda state: state.with_replicas(there))
 

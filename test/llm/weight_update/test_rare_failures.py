@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from aiohttp import web
+from helpers.engines import fleet_of
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
@@ -235,7 +236,7 @@ def test_nobody_is_left_to_compare_with(launched, make_sender):
     load, end = new.routes[TENSORS], new.routes["/end_weight_update"]
     new.routes[TENSORS] = lambda content: old.vanish() or load(content)
     new.routes["/end_weight_update"] = lambda content: (
-        engine._fleet.notice_deaths() or end(content)
+        fleet_of(engine).notice_deaths() or end(content)
     )
     launcher.at_start = lambda server: time.sleep(2)
     before = sender.stats().failures

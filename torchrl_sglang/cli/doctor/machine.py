@@ -37,7 +37,8 @@ Rows = Iterator[tuple[str, ...]]
 """Fields of each :class:`~.checks.Finding` of a check."""
 
 
-class GPUs(NamedTuple):
+@dataclass(frozen=True)
+class GPUs:
     """The GPUs of a machine, as PyTorch and nvidia-smi see them."""
 
     visible: int = 0  # to PyTorch

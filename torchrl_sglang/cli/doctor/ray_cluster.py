@@ -11,8 +11,9 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchrl_sglang.backends.launch.ray_launcher import REACH_SECONDS, connect
 from torchrl_sglang.cli.doctor.checks import CHECKS, Finding, run_checks
@@ -31,7 +32,8 @@ SEE_GPUS = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 """Ray 2.50 hides the GPUs of a node from an actor without a reservation."""
 
 
-class RayNode(NamedTuple):
+@dataclass(frozen=True)
+class RayNode:
     """A node of a cluster, and the report of the actor on it."""
 
     address: str
@@ -39,10 +41,12 @@ class RayNode(NamedTuple):
     cpus: int
     gpus: int
     findings: Sequence[Finding] = ()
-    versions: Mapping[str, str | None] = {}  # by package; None: not installed
+    versions: Mapping[str, str | None] = field(default_factory=dict)
+    """By package; None: not installed."""
 
 
-class RayCluster(NamedTuple):
+@dataclass(frozen=True)
+class RayCluster:
     """A cluster."""
 
     ray: str  # version of Ray
@@ -130,7 +134,7 @@ def with_report(node: RayNode, report: Any) -> RayNode:
         message = f"It does not answer: {report}."
         report = [Finding("problem", "actor", message, remedy)], {}
     findings, versions = report
-    return node._replace(findings=findings, versions=versions)
+    return replace(node, findings=findings, versions=versions)
 
 
 def _start(ray: Any, node: str) -> Any:

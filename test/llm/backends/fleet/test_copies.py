@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from aiohttp import web
+from helpers.engines import fleet_of
 from helpers.fake_launcher import FakeDirectory, FakeLauncher, make_engine
 from helpers.fake_server import FakeServer
 from helpers.waiting import wait_until
@@ -93,7 +94,7 @@ def test_weights_that_are_mended_after_the_copy(launched, copied, send, reason):
     else:
         # As of servers that start with dummy weights.
         mark = partial(ServedWeights.mark_inconsistent, reason="There are none.")
-        engine._fleet.change_weights(mark)
+        fleet_of(engine).change_weights(mark)
     copy = copied(engine)
     for _ in range(2):
         with pytest.raises(WeightSyncStateError, match="inconsistent"):

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from helpers.engines import fleet_of
 from helpers.fake_server import FakeServer
 from helpers.forked_starts import trainer_python
 
@@ -319,7 +320,7 @@ next(answers)
 def test_nobody_is_healthy_where_nobody_runs(engine, three):
     replicas = engine.replicas
     lost = tuple(replace(each, state="lost") for each in replicas)
-    engine._fleet.change(lambda state: replace(state, replicas=lost))
+    fleet_of(engine).change(lambda state: replace(state, replicas=lost))
     assert not engine.health()
     with pytest.raises(ServerUnavailableError, match="No server of the engine runs"):
         engine.flush_cache()

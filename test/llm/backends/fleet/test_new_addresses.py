@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from aiohttp import web
+from helpers.engines import fleet_of
 from helpers.fake_launcher import FakeLauncher, make_engine
 from helpers.waiting import wait_until
 
@@ -143,7 +144,7 @@ def test_a_copy_that_polls_a_machine_that_vanished_follows(engine, launcher):
     first.server.vanish()
     before = len(first.server.requests)
     asked = copy.replicas[0]
-    copy._fleet.apply(Silent(asked=asked, reason="It is gone."))
+    fleet_of(copy).apply(Silent(asked=asked, reason="It is gone."))
     wait_until(lambda: len(first.server.requests) > before)
     first.vanish()
     wait_until(lambda: states(copy) == ["serving"] * 2, 25)
@@ -230,7 +231,7 @@ def test_requests_behind_a_router_whose_server_vanished(routed, launcher):
     wait_until(lambda: states(routed) == ["serving"] * 2)
     third = launcher.handles[2]
     healthy = {second.url: True, third.url: True}
-    router = routed._fleet.router
+    router = fleet_of(routed).router
     wait_until(lambda: dict(run_sync(router.workers())) == healthy)
     routed.generate(input_ids=batch, sampling_params=LONG)
     assert third.server.payloads()

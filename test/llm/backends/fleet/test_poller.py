@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.engines import Process
+from helpers.engines import Process, fleet_of, supervisor_of
 from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
@@ -48,7 +48,7 @@ def engine(three):
 
 
 def watches(engine) -> bool:
-    return not engine._supervisor._tasks["watch"].done()
+    return not supervisor_of(engine)._tasks["watch"].done()
 
 
 def states(fleet) -> list[str]:
@@ -188,7 +188,7 @@ def test_some_of_them_are_killed(engine, three, log):
 def test_a_hanging_server_is_reported_and_its_requests_go_elsewhere(engine, three, log):
     """Of another owner, who alone can start it again."""
     hanging = three[0]
-    engine._supervisor.times = WatchTimes(in_flight=0.2, probe=0.2, progress=0.1)
+    supervisor_of(engine).times = WatchTimes(in_flight=0.2, probe=0.2, progress=0.1)
     with (
         hanging.misbehaving("hang"),
         hanging.misbehaving("error_500", "/health_generate"),
@@ -206,7 +206,7 @@ def test_a_request_after_a_long_pause_does_not_hang(three):
     server, *_ = three
     with AsyncSGLang.connect(server.url) as engine:
         long_ago = (time.monotonic() - 1000.0, engine.stats().completed)
-        engine._supervisor._last_progress = long_ago
+        supervisor_of(engine)._last_progress = long_ago
         with server.misbehaving("hang"), pytest.raises(ServerTimeoutError):
             engine.generate(input_ids=[5], timeout=0.5)
     assert "/health_generate" not in {path for _, path, _ in server.requests}
@@ -233,7 +233,7 @@ def test_an_engine_that_watches_can_be_dropped(three):
     engine = AsyncSGLang.connect(urls=[server.url for server in three])
     assert versions(engine) == {"5"}
     assert watches(engine)
-    fleet = weakref.ref(engine._fleet)
+    fleet = weakref.ref(fleet_of(engine))
     del engine
     wait_until(lambda: gc.collect() >= 0 and fleet() is None)
 
@@ -330,7 +330,7 @@ def test_an_owner_that_does_not_know_of_an_adapter_asks_the_other_servers(three)
         again = three[0]
         again.restart()
         again.weight_version = "5"
-        owner._fleet.apply(RestartNoticed(rank=0, start_id="another start"))
+        fleet_of(owner).apply(RestartNoticed(rank=0, start_id="another start"))
         answers = owner.generate(input_ids=[[5]] * 6, sampling_params=SHORT)
         assert {answer.adapter_version for answer in answers} == {"6"}
         wait_until(lambda: "policy@6" in owner.replicas[0].reason)

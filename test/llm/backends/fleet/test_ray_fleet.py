@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.echo_engine import make_interpreter
+from helpers.engines import fleet_of
 from helpers.ray_cluster import add_node, address, ray_cluster
 from helpers.waiting import wait_until
 
@@ -94,7 +95,7 @@ def test_a_node_is_lost(nodes, tiny_model_path, tmp_path):
         after = urls(engine)
         assert after[0].startswith(f"http://{address(3)}:")
         assert after[1] == before[1]
-        router = engine._fleet.router
+        router = fleet_of(engine).router
         wait_until(
             lambda: (
                 {url for url, well in run_sync(router.workers()) if well} == set(after)

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.engines import fleet_of
 from helpers.forked_starts import processes_below
 from helpers.in_flight import TRIES, InFlight
 from helpers.waiting import wait_until
@@ -153,11 +154,11 @@ def test_a_server_that_hangs(tiny_model_path, session_engine):
 def test_the_router_killed(engine, session_engine):
     batch = prompts(10)
     expected = tokens(generate(session_engine, batch))
-    router = engine._fleet.router
+    router = fleet_of(engine).router
     os.kill(router.pid, signal.SIGKILL)
     # Until it is there again, requests go to the servers.
     assert tokens(generate(engine, batch)) == expected
-    wait_until(lambda: (now := engine._fleet.router) is not router and now.usable)
+    wait_until(lambda: (now := fleet_of(engine).router) is not router and now.usable)
     assert engine.server_url == router.url
     assert tokens(generate(engine, batch)) == expected
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.engines import fleet_of
 from helpers.waiting import wait_until
 
 from torchrl_sglang import AsyncSGLang
@@ -95,7 +96,7 @@ def test_sessions_of_an_update_are_closed_side_by_side(engine, servers):
 
 @pytest.mark.parametrize("servers", [MOST_ASKED + 2], indirect=True)
 def test_a_few_servers_are_asked_for_new_adapters(engine, servers):
-    adapters, fleet = engine._adapters._calls, engine._fleet
+    adapters, fleet = engine._adapters._calls, fleet_of(engine)
     run_sync(adapters.discover_changes(fleet))
     before = Counter(dict(enumerate(count(servers, "/v1/models"))))
     assert min(before.values()) >= 2

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.engines import Process
+from helpers.engines import Process, fleet_of
 from helpers.fake_server import FakeServer
 from helpers.memory_saver import write_saver_python
 from helpers.waiting import wait_until
@@ -205,7 +205,7 @@ def test_sleep_waits_for_running_requests(sleepy):
         answer = pool.submit(ask, sleepy, {**LONG, "max_new_tokens": 300})
         wait_until(lambda: running(sleepy))
         asleep = pool.submit(sleepy.sleep, "kv_cache")
-        wait_until(lambda: sleepy._fleet.state.draining or sleepy.asleep)
+        wait_until(lambda: fleet_of(sleepy).state.draining or sleepy.asleep)
         with pytest.raises(WeightSyncStateError, match=r"wake_up\(\)"):
             ask(sleepy)
         asleep.result(60)
@@ -501,7 +501,7 @@ def test_ctrl_c_while_requests_are_waited_for(two, interruptible):
         with pytest.raises(KeyboardInterrupt):
             engine.sleep()
         thread.join()
-        wait_until(lambda: not engine._fleet.state.draining)
+        wait_until(lambda: not fleet_of(engine).state.draining)
         assert not engine.asleep
         assert sent(two, "/pause_generation") == [0, 0]
         engine.abort()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from aiohttp import web
+from helpers.engines import fleet_of
 
 from torchrl_sglang.backends.fleet.weights_state import ServedWeights
 from torchrl_sglang.errors import (
@@ -36,7 +37,7 @@ def test_an_answer_that_an_update_cut_off_is_sent_again(
     def reply(content):
         if len(fake.payloads(path)) > 1:
             return answer("stop", "tool_calls")
-        fake_engine._fleet.change_weights(ServedWeights.abort_requests)
+        fleet_of(fake_engine).change_weights(ServedWeights.abort_requests)
         return answer(*reasons)
 
     fake.routes[path] = reply
@@ -89,7 +90,7 @@ def test_an_answer_that_is_not_whole_is_an_error(
 @EVERY_ROUTE
 def test_an_abort_of_the_caller_is_never_sent_again(fake, fake_engine, path):
     def reply(content):
-        fake_engine._fleet.change_weights(ServedWeights.abort_requests)
+        fleet_of(fake_engine).change_weights(ServedWeights.abort_requests)
         (request,) = fake_engine._dispatcher.in_flight._running
         request.aborted = True
         return answer("abort")

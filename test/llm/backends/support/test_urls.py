@@ -9,7 +9,7 @@ from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from helpers.engines import Process
+from helpers.engines import Process, fleet_of
 from helpers.fake_server import FakeServer
 from torchrl._utils import logger as torchrl_logger
 
@@ -189,7 +189,7 @@ def test_a_password_is_shown_nowhere(tiny_model_path, caplog):
             shown.append(scheme.server_url)
             scheme.use_engine(engine)
             shown += [
-                *(engine, copy, engine._fleet, engine.stats(), engine.placements),
+                *(engine, copy, fleet_of(engine), engine.stats(), engine.placements),
                 *(engine.server_url, scheme, engine.control.urls),
             ]
             with server.misbehaving("hang_up"):
