@@ -222,8 +222,8 @@ class RolloutCorrectionConfig:
         Raises:
             ConfigurationError: if there is no such preset, or a value is invalid.
         """
-        if name not in PRESETS:
-            hint = suggest(name, PRESETS) or f" Presets are {', '.join(PRESETS)}."
+        if not isinstance(name, str) or name not in PRESETS:
+            hint = suggest(str(name), PRESETS) or f" Presets are {', '.join(PRESETS)}."
             raise ConfigurationError(f"{name!r} is not a preset of a correction.{hint}")
         return cls(**{**PRESETS[name], **changes})
 

@@ -70,3 +70,6 @@ def test_a_name_that_is_no_preset():
         as_config("decoupled_tokens_is")
     with pytest.raises(ConfigurationError, match="got 3"):
         as_config(3)
+    for value in (3, None, ["rollout_is"]):
+        with pytest.raises(ConfigurationError, match="not a preset"):
+            RolloutCorrectionConfig.preset(value)

@@ -258,19 +258,21 @@ def launch(launcher: Launcher, *, router: Mapping[str, Any] | None) -> Fleet:
             router["api_key"] = launcher.api_key
             urls = [server.url for server in servers]
             running = launcher.start_router(urls, **router)
+            undo.callback(running.stop)
             running.wait_ready()
             # The same port, to keep its known address valid.
             fixed = {**router, "port": URL(running.url).port}
             start_router = functools.partial(launcher.start_router, **fixed)
+        fleet = Fleet(
+            replicas,
+            router=running,
+            start_router=start_router,
+            stop_servers=launcher.stop,
+            directory=launcher.directory,
+            start_more=functools.partial(start_more, launcher),
+        )
         undo.pop_all()
-    return Fleet(
-        replicas,
-        router=running,
-        start_router=start_router,
-        stop_servers=launcher.stop,
-        directory=launcher.directory,
-        start_more=functools.partial(start_more, launcher),
-    )
+    return fleet
 
 
 def _make_replica(launcher: Launcher, rank: int, server: ServerHandle) -> Replica:
