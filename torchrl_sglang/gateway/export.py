@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_sglang.collectors.runtime.columns import ends
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.trajectories import Trajectory
 from torchrl_sglang.gateway.turns import Turn
@@ -100,10 +99,10 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
         "policy_version": written.min()
         if written.numel()
         else torch.tensor(NO_VERSION),
-        **ends(),
+        **outputs.ends(),
     }
     reward = 0.0 if trajectory.reward is None else trajectory.reward
-    following = {"reward": torch.full((1, 1), reward), **ends(terminated=last)}
+    following = {"reward": torch.full((1, 1), reward), **outputs.ends(terminated=last)}
     return outputs.unchecked({**root, "next": outputs.unchecked(following)})
 
 

@@ -1,22 +1,4 @@
-"""Batches as ``datasets.Dataset``, with TRL's column names, and back.
-
-=====================  ===============================================================
-Column                 Value of a row
-=====================  ===============================================================
-``prompt``             messages with ``role`` and ``content``, or a text
-``completion``         the same for the response, with an agent's later messages
-``prompt_ids``         token ids of the prompt
-``completion_ids``     token ids of everything after the prompt
-``env_mask``           1 for the policy's tokens of ``completion_ids``, 0 for others
-``logprobs``           log-probs of ``completion_ids``, in nats; 0 where the mask is 0
-``weight_versions``    version of the weights of each of ``completion_ids``; -1: none
-``reward``             sum of the rewards
-``done``               whether it is the last row of its conversation
-=====================  ===============================================================
-
-The batch's other columns follow under their own names, nested ones with dots; after
-``batch.`` if a column above has the name.
-"""
+"""Batches as ``datasets.Dataset``, with TRL's column names, and back."""
 
 from __future__ import annotations
 
@@ -35,10 +17,13 @@ from torchrl_sglang.policies import outputs
 if TYPE_CHECKING:
     import datasets
 
+ENDS = ("done", "terminated", "truncated")
+"""Columns of the end of a row's conversation."""
+
 DERIVED = frozenset(
     {
         *("tokens", "masks", "log_probs", "history", "text", "next"),
-        *("done", "terminated", "truncated"),
+        *ENDS,
     }
 )
 """Columns of a batch that the table's columns replace."""
@@ -46,10 +31,13 @@ DERIVED = frozenset(
 COLUMNS = frozenset(
     {
         *("prompt", "completion", "prompt_ids", "completion_ids", "env_mask"),
-        *("logprobs", "reward", "done"),
+        *("logprobs", "reward", *ENDS),
     }
 )
 """Columns of a table that are not the batch's own."""
+
+NAMED = "reward."
+"""Prefix of the column of a reward function with a name."""
 
 OF_TOKENS = frozenset({"advantage", "policy_versions", "turn_returns", "turn_rewards"})
 """Columns with a value for each token after the prompt."""
@@ -63,14 +51,29 @@ VERSIONS = "generation_info.weight_version"
 def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
     """Returns a batch of a collector, a wrapper or a gateway as a dataset.
 
-    Padding is removed.
+    Padding is removed. A row has:
+
+    - ``prompt``, ``completion``: lists of messages with ``role`` and ``content``, where
+      an agent's completion has later messages, too; texts if the batch has no messages.
+    - ``prompt_ids``, ``completion_ids``: token ids of the prompt, and of everything
+      after it.
+    - ``env_mask``: 1 for the policy's tokens of ``completion_ids``, 0 for others.
+    - ``logprobs``: log-probs of ``completion_ids``, in nats; 0 where the mask is 0.
+    - ``weight_versions``: version of the weights that drew each of ``completion_ids``;
+      -1: unknown, or of another's token.
+    - ``reward``: sum of the rewards; ``reward.NAME``: value of a function with a name.
+    - ``done``, ``terminated``, ``truncated``: whether it is the last row of its
+      conversation, which came to its end, or was cut off.
+
+    The batch's other columns follow under their own names, nested ones with dots; after
+    ``batch.`` if a column above has the name.
 
     Args:
         batch: of shape ``(B,)``, with ``("tokens", "full")`` and masks.
 
     Returns:
-        datasets.Dataset: B rows, with the columns of this module's table. Numbers are
-            64 bits wide; :func:`dataset_to_batch` makes floats of 32 bits.
+        datasets.Dataset: B rows. Numbers are 64 bits wide; :func:`dataset_to_batch`
+            makes floats of 32 bits.
 
     Raises:
         ConfigurationError: if it has no rows, tokens or masks, or a value that a table
@@ -145,20 +148,35 @@ def _to_row(row: TensorDictBase) -> dict[str, Any]:
         "env_mask": written[response][is_token].int().tolist(),
         "logprobs": log_probs.where(written[response], 0.0)[is_token].tolist(),
     }
-    following = row.get("next", {})
-    if (reward := following.get("reward", None)) is not None:
-        columns["reward"] = reward.sum().item()
-        columns["done"] = bool(following.get("done", torch.tensor(True)).all())
+    columns |= _outcome(row)
     task = row.exclude(*DERIVED)
     for key in task.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
         path = (key,) if isinstance(key, str) else key
         name = ".".join(path)
-        if name in COLUMNS or name == "weight_versions":
+        if name in COLUMNS or name == "weight_versions" or name.startswith(NAMED):
             name = OWN + name
         columns[name] = _plain(path, row.get(key), valid, length)
     if VERSIONS in columns:
         columns["weight_versions"] = columns.pop(VERSIONS)
     return columns
+
+
+def _outcome(row: TensorDictBase) -> dict[str, Any]:
+    """Returns the rewards of a row, and the end of its conversation."""
+    following = row.get("next", {})
+    if (reward := following.get("reward", None)) is None:
+        return {}
+    named = {
+        f"{NAMED}{name}": value.item()
+        for name, value in following.items()
+        if isinstance(value, torch.Tensor)
+        and value.dtype == torch.float32
+        and value.shape == (1, 1)
+        # A task's columns are in the row, too.
+        and name not in {"reward", *row.keys()}
+    }
+    ends = {name: bool(following[name].all()) for name in ENDS if name in following}
+    return {"reward": reward.sum().item(), **named, **ends}
 
 
 def _is_leaf(kind: type) -> bool:
@@ -191,7 +209,7 @@ def _from_row(row: Mapping[str, Any]) -> TensorDict:
     sample: dict[str, Any] = {**_tokens(row), **_conversations(row)}
     plain: dict[tuple[str, ...], Any] = {}
     for column, value in row.items():
-        if column in COLUMNS or value is None:
+        if column in COLUMNS or column.startswith(NAMED) or value is None:
             continue
         name = VERSIONS if column == "weight_versions" else column.removeprefix(OWN)
         container, *fields = name.split(".")
@@ -199,21 +217,31 @@ def _from_row(row: Mapping[str, Any]) -> TensorDict:
             sample.setdefault(container, {})[fields[0]] = _to_value(value)
         else:
             plain[container, *fields] = _to_value(value)
-    result = outputs.unchecked(
-        {
-            **outputs.assemble(
-                [sample], (), pad_output=False, padding_value=0, device=None
-            ),
-        }
+    containers = outputs.assemble(
+        [sample], (), pad_output=False, padding_value=0, device=None
     )
+    result = outputs.unchecked(containers)
     for key, value in plain.items():
         result.set(key, value)
     if row.get("reward") is not None:
-        is_end = bool(row.get("done", True))
-        reward = torch.full((1, 1), row["reward"], dtype=torch.float32)
-        result.update(_ends(value=False))
-        result["next"] = outputs.unchecked({"reward": reward, **_ends(value=is_end)})
+        result.update(outputs.ends())
+        result["next"] = outputs.unchecked(_following(row))
     return result
+
+
+def _following(row: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Returns the rewards of a row and its end; by default a whole conversation's."""
+    done, truncated = row.get("done") is not False, bool(row.get("truncated"))
+    terminated = row.get("terminated")
+    if terminated is None:
+        terminated = done and not truncated
+    rewards = {
+        column.removeprefix(NAMED): torch.full((1, 1), value, dtype=torch.float32)
+        for column, value in row.items()
+        if (column == "reward" or column.startswith(NAMED)) and value is not None
+    }
+    ends = outputs.ends(terminated=terminated, truncated=truncated)
+    return {**rewards, **ends, "done": torch.full((1,), done)}
 
 
 def _tokens(row: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -273,14 +301,6 @@ def _to_value(value: Any) -> Any:
     if tensor is None:
         return outputs.non_tensor(value)
     return tensor.float() if tensor.is_floating_point() else tensor
-
-
-def _ends(*, value: bool) -> dict[str, torch.Tensor]:
-    return {
-        "done": torch.full((1,), value),
-        "terminated": torch.full((1,), value),
-        "truncated": torch.zeros(1, dtype=torch.bool),
-    }
 
 
 def _import_datasets() -> Any:

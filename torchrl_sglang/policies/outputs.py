@@ -494,6 +494,15 @@ def unchecked(
     )
 
 
+def ends(*, terminated: bool = False, truncated: bool = False) -> dict[str, Any]:
+    """Returns the columns of a row for the end of its conversation."""
+    return {
+        "done": torch.full((1,), terminated or truncated),
+        "terminated": torch.full((1,), terminated),
+        "truncated": torch.full((1,), truncated),
+    }
+
+
 def non_tensor(value: Any, device: torch.device | None = None) -> NonTensorData:
     """Returns a non-tensor value as TensorDicts of a device hold it."""
     return _constant(NonTensorData, value, device)

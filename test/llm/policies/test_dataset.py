@@ -41,9 +41,10 @@ def generate(engine, tokenizer, mode="history", **arguments):
     batch = policy(prompts)
     batch["next"] = TensorDict(
         reward=torch.tensor([1.0, 0.0, 2.0]).view(3, 1, 1),
-        done=torch.ones(3, 1, dtype=torch.bool),
-        terminated=torch.ones(3, 1, dtype=torch.bool),
-        truncated=torch.zeros(3, 1, dtype=torch.bool),
+        accuracy=torch.tensor([0.5, 0.0, 1.0]).view(3, 1, 1),
+        done=torch.tensor([True, True, False]).view(3, 1),
+        terminated=torch.tensor([True, False, False]).view(3, 1),
+        truncated=torch.tensor([False, True, False]).view(3, 1),
         batch_size=size,
     )
     batch["answer"] = ["a", "b", "c"]
@@ -78,8 +79,11 @@ def test_a_batch_comes_back_from_a_file_unchanged(engine, tokenizer, tmp_path, m
     batch = generate(engine, tokenizer, mode)
     batch_to_dataset(batch).to_parquet(tmp_path / "rows.parquet")
     dataset = Dataset.from_parquet(str(tmp_path / "rows.parquet"))
-    check_equal(batch.exclude("next"), dataset_to_batch(dataset).exclude("next"))
+    check_equal(batch, dataset_to_batch(dataset))
     assert dataset["reward"] == [1.0, 0.0, 2.0]
+    assert dataset["reward.accuracy"] == [0.5, 0.0, 1.0]
+    assert dataset["done"] == [True, True, False]
+    assert dataset["truncated"] == [False, True, False]
     assert dataset["answer"] == ["a", "b", "c"]
 
 
@@ -129,10 +133,12 @@ def test_a_column_of_the_batch_keeps_its_name_and_its_value(engine, tokenizer):
     batch = generate(engine, tokenizer)
     batch["prompt"] = ["a", "b", "c"]
     batch["deep", "a", "b"] = torch.arange(3)
+    batch["reward", "accuracy"] = torch.arange(3)
     dataset = batch_to_dataset(batch)
     assert dataset["batch.prompt"] == ["a", "b", "c"]
+    assert dataset["batch.reward.accuracy"] == [0, 1, 2]
     assert dataset["prompt"][0][0]["role"] == "user"
-    check_equal(batch.exclude("next"), dataset_to_batch(dataset).exclude("next"))
+    check_equal(batch, dataset_to_batch(dataset))
 
 
 def test_calls_in_some_messages_are_no_obstacle(engine, tokenizer):
@@ -162,6 +168,16 @@ def test_a_batch_without_rows_is_refused():
 def test_a_batch_without_tokens_is_refused():
     with pytest.raises(ConfigurationError, match="tokens, masks and log-probs"):
         batch_to_dataset(TensorDict(a=torch.ones(2), batch_size=2))
+
+
+def test_a_row_of_another_library_is_a_whole_conversation():
+    columns = ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward")
+    row = dict(zip(columns, ([1], [2, 3], [1, 1], [-0.5, -1.0], 1.0), strict=True))
+    rows = [{**row, "truncated": is_cut} for is_cut in (None, True)]
+    batch = dataset_to_batch(Dataset.from_list(rows))
+    assert batch["next", "done"].all()
+    assert batch["next", "terminated"].flatten().tolist() == [True, False]
+    assert batch["next", "truncated"].flatten().tolist() == [False, True]
 
 
 def test_a_dataset_without_ids_is_refused():

@@ -20,11 +20,11 @@ from torchrl_sglang.collectors.runtime.columns import (
     ROW_COLUMNS,
     TURN_COLUMNS,
     check_names,
-    ends,
 )
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.outputs import (
+    ends,
     to_history,
     to_message,
     to_prompt,

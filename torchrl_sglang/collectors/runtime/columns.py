@@ -82,12 +82,3 @@ def _to_value(value: Any) -> Any:
     if isinstance(value, int) and -(2**63) <= value < 2**63:
         return torch.tensor(value)
     return non_tensor(value)
-
-
-def ends(*, terminated: bool = False, truncated: bool = False) -> dict[str, Any]:
-    """Returns the columns of a row for the end of its conversation."""
-    return {
-        "done": torch.full((1,), terminated or truncated),
-        "terminated": torch.full((1,), terminated),
-        "truncated": torch.full((1,), truncated),
-    }
