@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
     from torchrl_sglang.recording.recorder import RunRecorder
     from torchrl_sglang.requests.token_columns import TokenColumn
+    from torchrl_sglang.rollouts import load_rollouts
     from torchrl_sglang.telemetry.figures import StepFigures
     from torchrl_sglang.telemetry.server import serve_metrics
     from torchrl_sglang.trainers.grpo import GRPO
@@ -98,6 +99,7 @@ _HOME = {
     "dataset_to_batch": "policies.dataset",
     "get_model_metadata": "weight_update.sources.resolve",
     "has_variance": "collectors.groups.filter",
+    "load_rollouts": "rollouts",
     "make_sglang_server": "backends.launch.local",
     "overlong_penalty": "trainers.methods",
     "replay_routing": "objectives.routing",
@@ -144,6 +146,7 @@ __all__ = [
     "dataset_to_batch",
     "get_model_metadata",
     "has_variance",
+    "load_rollouts",
     "make_sglang_server",
     "overlong_penalty",
     "replay_routing",

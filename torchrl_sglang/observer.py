@@ -54,12 +54,23 @@ class TurnRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Whether the loss includes its tokens."""
 
 
+class RowRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A row of a batch."""
+
+    tokens: Sequence[Any]
+    """All of its tokens, as one or more lists or arrays."""
+    turns: Sequence[int]
+    """Numbers of the turns in its response, in their order."""
+    reward: float | None = None
+    """Its reward; ``None`` without one."""
+
+
 class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A conversation, or an agent's session."""
 
     turns: Sequence[TurnRecord]
-    rows: Sequence[Sequence[Any]]
-    """Tokens of each row that it has in a batch, as one or more lists or arrays."""
+    rows: Sequence[RowRecord]
+    """Rows that it has in a batch."""
     reward: float | None
     """Its return; ``None`` without a reward."""
     rewards: Mapping[str, float] = {}

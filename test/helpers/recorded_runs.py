@@ -10,6 +10,7 @@ from torchrl_sglang.observer import (
     GroupEnded,
     GroupStarted,
     ResponseRecord,
+    RowRecord,
     TurnRecord,
 )
 from torchrl_sglang.recording.format import Bounds, write_manifest
@@ -29,7 +30,17 @@ class Words:
         return "".join(f"<{each}>" for each in ids)
 
 
-def make_turn(rng, number, tokens, version, *, parent=None, branch="", messages=None):
+def make_turn(
+    rng,
+    number,
+    tokens,
+    version,
+    *,
+    parent=None,
+    branch="",
+    messages=None,
+    prompt_tokens=12,
+):
     ids = [rng.randrange(len(WORDS)) for _ in range(tokens)]
     return TurnRecord(
         messages=messages or [{"role": "user", "content": f"What is {number} + 2?"}],
@@ -41,7 +52,7 @@ def make_turn(rng, number, tokens, version, *, parent=None, branch="", messages=
             cached_tokens=4,
         ),
         spans=[(version, tokens // 2), (version + 1, tokens - tokens // 2)],
-        prompt_tokens=12,
+        prompt_tokens=prompt_tokens,
         number=number,
         parent=parent,
         branch=branch,
@@ -52,9 +63,11 @@ def make_turn(rng, number, tokens, version, *, parent=None, branch="", messages=
 
 def make_group(rng, number, size, began, version, *, tokens=None, turns=1):
     responses = []
-    for sample in range(size):
-        made = [
-            make_turn(
+    prompt = [number, *range(11)]
+    for _ in range(size):
+        made, rows, ids = [], [], prompt
+        for place in range(turns):
+            turn = make_turn(
                 rng,
                 place,
                 tokens or rng.randrange(4, 32),
@@ -63,14 +76,18 @@ def make_group(rng, number, size, began, version, *, tokens=None, turns=1):
                 messages=[{"role": "user", "content": f"What is {number} + 2?"}]
                 if place == 0
                 else [{"role": "tool", "name": "add", "content": str(number + 2)}],
+                prompt_tokens=len(ids),
             )
-            for place in range(turns)
-        ]
+            made.append(turn)
+            ids = [*ids, *turn.completion.token_ids]
+            rows.append(RowRecord(tokens=[ids], turns=[place], reward=0.0))
+            # The result of the tool.
+            ids = [*ids, number]
         right = float(rng.random() < min(0.1 + number / 300, 0.9))
         responses.append(
             ResponseRecord(
                 turns=made,
-                rows=[[[number, sample, place]] for place in range(turns)],
+                rows=rows,
                 reward=right,
                 rewards={"right": right, "short": -0.01 * made[0].prompt_tokens},
             )
@@ -155,10 +172,10 @@ class Recorded:
         ids = [ended.group.id for ended in made]
         self.event("batch", number=self.batch, version=self.batch - 1, ids=ids)
         gaps = {
-            row_key(row): 0.01 * ended.group.id
+            row_key(row.tokens[0]): 0.01 * ended.group.id
             for ended in made
             for each in ended.responses()
-            for (row,) in each.rows
+            for row in each.rows
         }
         rows = [{"key": key, "kl": 0.001, "gap": gap} for key, gap in gaps.items()]
         self.event("scored", rows=rows)

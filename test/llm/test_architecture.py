@@ -37,6 +37,7 @@ FLOOR = {
     "gateway": 6,
     "recording": 6,
     "trainers": 7,
+    "rollouts": 7,
     "viewer": 8,
     "testing": 8,
     "cli": 9,

@@ -11,6 +11,7 @@ from torchrl_sglang.observer import (
     GroupStarted,
     Publisher,
     ResponseRecord,
+    RowRecord,
     TurnRecord,
 )
 from torchrl_sglang.types import Completion
@@ -41,7 +42,14 @@ def record_session(session: Session, spans: Spans) -> ResponseRecord:
             )
             for turn in session.turns
         ],
-        rows=[[path.token_ids] for path in paths],
+        rows=[
+            RowRecord(
+                tokens=[path.token_ids],
+                turns=[turn.number for turn in path.turns],
+                reward=path.reward,
+            )
+            for path in paths
+        ],
         reward=sum(values) / len(values) if values else None,
     )
 
@@ -70,7 +78,7 @@ def publish_session(publish: Publisher, session: Session, tokenizer: object) -> 
 
 
 def served_spans(completion: Completion) -> list[tuple[int, int]]:
-    """Returns versions as the servers name them; those without a number are 0."""
+    """Returns versions as the servers name them; those without a number are -1."""
     if not completion.versions:
         served = completion.weight_version or ""
         return [(_number(served), len(completion.token_ids))]
@@ -80,4 +88,4 @@ def served_spans(completion: Completion) -> list[tuple[int, int]]:
 
 
 def _number(version: str) -> int:
-    return int(version) if version.isdigit() else 0
+    return int(version) if version.isdigit() else -1

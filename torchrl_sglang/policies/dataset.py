@@ -39,7 +39,9 @@ COLUMNS = frozenset(
 NAMED = "reward."
 """Prefix of the column of a reward function with a name."""
 
-OF_TOKENS = frozenset({"advantage", "policy_versions", "turn_returns", "turn_rewards"})
+OF_TOKENS = frozenset(
+    {"advantage", "token_policy_version", "turn_returns", "turn_rewards"}
+)
 """Columns with a value for each token after the prompt."""
 
 OWN = "batch."
@@ -84,7 +86,7 @@ def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
         >>> dataset = batch_to_dataset(batch)  # doctest: +SKIP
         >>> dataset.to_parquet("rollouts.parquet")  # doctest: +SKIP
     """
-    table = _import_datasets().Dataset
+    table = import_datasets().Dataset
     if 0 in batch.shape:
         raise ConfigurationError("The batch has no rows.")
     rows = [_to_row(row) for row in batch.reshape(-1).unbind(0)]
@@ -303,11 +305,12 @@ def _to_value(value: Any) -> Any:
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
-def _import_datasets() -> Any:
+def import_datasets() -> Any:
+    """Returns the package `datasets`."""
     try:
         import datasets
     except ImportError as error:
         raise ConfigurationError(
-            "batch_to_dataset needs the package datasets: pip install datasets."
+            "Datasets need the package datasets: pip install datasets."
         ) from error
     return datasets

@@ -19,6 +19,7 @@ file has a greater number than all of its stream: clocks may be set back.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import struct
@@ -167,6 +168,11 @@ def pack(values: Sequence[float] | np.ndarray[Any, Any], kind: str) -> bytes:
     import numpy as np
 
     return np.asarray(values, f"<{kind}").tobytes()
+
+
+def key_of(*packed: bytes) -> str:
+    """Returns the :func:`.row_key` of tokens that are packed, in parts."""
+    return hashlib.blake2b(b"".join(packed), digest_size=8).hexdigest()
 
 
 def unpack(text: str, kind: str) -> np.ndarray[Any, Any]:

@@ -60,6 +60,7 @@ class _WholeLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     name: str = ""
     versions: list[int] | None = None
     prompt: str = ""
+    prompt_key: str = ""
     texts: Any = None
 
 
@@ -81,6 +82,8 @@ class GroupLine(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Policy versions when it started and when it ended."""
     prompt: str
     """The beginning of the prompt."""
+    prompt_key: str
+    """A digest of the prompt's tokens; empty in recordings of earlier versions."""
     texts: Any
     """File, offset and length of its conversations; ``None``: not recorded."""
     source: bytes
@@ -167,6 +170,7 @@ def _with_totals(group: _WholeLine, line: bytes, writer: str) -> GroupLine:
         name=group.name,
         versions=group.versions,
         prompt=group.prompt,
+        prompt_key=group.prompt_key,
         texts=group.texts,
         source=line,
         count=len(responses),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,7 +10,8 @@ import msgspec
 import numpy as np
 
 from torchrl_sglang.observer import GroupEnded, ResponseRecord, TurnRecord
-from torchrl_sglang.recording.format import Bounds, pack
+from torchrl_sglang.recording.format import Bounds, key_of, pack
+from torchrl_sglang.recording.rows import prompt_key, rows_of
 
 PREVIEW = 200
 """Characters of a prompt in the line of its group."""
@@ -38,11 +38,6 @@ def row_key(token_ids: Any) -> str:
     return key_of(pack(token_ids, "i4"))
 
 
-def key_of(*packed: bytes) -> str:
-    """Returns the :func:`row_key` of tokens that are packed, in parts."""
-    return hashlib.blake2b(b"".join(packed), digest_size=8).hexdigest()
-
-
 def summary_of(
     event: GroupEnded, responses: Sequence[ResponseRecord], bounds: Bounds
 ) -> dict[str, Any]:
@@ -58,6 +53,7 @@ def summary_of(
         "status": event.status,
         "versions": list(event.versions),
         "prompt": prompt.get("content", LEFT_OUT)[:PREVIEW],
+        "prompt_key": prompt_key(responses),
         "responses": [
             {**_summary_of_response(response), "keys": keys}
             for response, keys in zip(responses, _keys_of(responses), strict=True)
@@ -76,7 +72,7 @@ def _keys_of(responses: Sequence[ResponseRecord]) -> list[list[str]]:
         return packed[id(token_ids)]
 
     return [
-        [key_of(*map(pack_once, row)) for row in response.rows]
+        [key_of(*map(pack_once, row.tokens)) for row in response.rows]
         for response in responses
     ]
 
@@ -144,16 +140,18 @@ def texts_of(
     id_: int, responses: Sequence[ResponseRecord], bounds: Bounds
 ) -> dict[str, Any]:
     """Returns the conversations of a group with their tokens."""
-    return {
-        "id": id_,
-        "responses": [
-            {
-                "turns": [_turn(turn, bounds) for turn in response.turns],
-                "after": _messages(response.trailing, bounds),
-            }
-            for response in responses
-        ],
-    }
+    pieces: dict[bytes, int] = {}
+    lines = []
+    for response in responses:
+        line: dict[str, Any] = {
+            "turns": [_turn(turn, bounds) for turn in response.turns],
+            "after": _messages(response.trailing, bounds),
+            "truncated": response.truncated,
+        }
+        if bounds.prompts and bounds.responses:
+            line["rows"] = rows_of(response, pieces)
+        lines.append(line)
+    return {"id": id_, "responses": lines, "pieces": list(pieces)}
 
 
 def _turn(turn: TurnRecord, bounds: Bounds) -> dict[str, Any]:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from datasets import concatenate_datasets
+from helpers.collecting import length_reward
 
-from torchrl_sglang import GroupAdvantage, RunRecorder
+from torchrl_sglang import (
+    GroupAdvantage,
+    RunRecorder,
+    batch_to_dataset,
+    dataset_to_batch,
+    load_rollouts,
+)
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.observer import GroupEnded, GroupsTaken
 from torchrl_sglang.recording.reading import Recording
@@ -58,6 +67,35 @@ def test_groups_and_batches_are_those_of_the_collector(make, tmp_path):
     # Nothing runs any more.
     assert sum(change for _, change in run.running) == 0
     assert run.collector or run.engine
+
+
+def test_a_recording_becomes_the_dataset_of_its_batches(make, tmp_path):
+    recorder = RunRecorder(tmp_path)
+    collector = make(
+        recorder=recorder,
+        group_size=2,
+        total_groups=4,
+        step=twice,
+        max_turns=2,
+        rewards={"length": (length_reward, 0.5)},
+    )
+    expected = concatenate_datasets([batch_to_dataset(batch) for batch in collector])
+    collector.shutdown()
+    recorder.close()
+    recorded = load_rollouts(tmp_path)
+    dataset = recorded.select(np.argsort(recorded["position"], kind="stable"))
+    assert len(dataset) == len(expected) == 16
+    for name in (
+        *("prompt", "completion", "prompt_ids", "completion_ids", "env_mask"),
+        *("logprobs", "reward", "reward.length", "done", "terminated", "truncated"),
+        "policy_version",
+    ):
+        assert dataset.features[name] == expected.features[name], name
+        assert dataset[name] == expected[name], name
+    assert dataset["weight_versions"] == expected["token_policy_version"]
+    assert len(set(dataset["group"])) == 4
+    batch = dataset_to_batch(dataset)
+    assert [row_key(row["tokens", "full"].numpy()) for row in batch] == keys_of(batch)
 
 
 def test_a_group_that_fails_is_recorded(make, tmp_path):
@@ -119,7 +157,7 @@ def test_a_function_subscribes_and_its_errors_do_not_end_the_run(make, caplog):
         group.group for group in sorted(ended, key=lambda each: each.group.position)
     ]
     keys = [
-        row_key([token for part in row for token in part])
+        row_key([token for part in row.tokens for token in part])
         for event in sorted(ended, key=lambda each: each.group.position)
         for response in event.responses()
         for row in response.rows

@@ -17,7 +17,9 @@ from torchrl_sglang import (
     CorrectedGRPOLoss,
     Gateway,
     OffPolicyCorrection,
+    RunRecorder,
     dataset_to_batch,
+    load_rollouts,
 )
 from torchrl_sglang.errors import ConfigurationError
 
@@ -258,3 +260,51 @@ def test_a_dataset_of_sessions_comes_back_as_their_rows(gateway, tmp_path):
                 torch.testing.assert_close(other, value, rtol=0, atol=0, equal_nan=True)
             else:
                 assert other.tolist() == value.tolist()
+
+
+def test_a_file_and_a_recording_become_the_dataset_of_their_sessions(
+    fake_engine, tmp_path
+):
+    path, recorder = tmp_path / "sessions.db", RunRecorder(tmp_path / "run")
+    with recorder, Gateway(fake_engine, path=path, recorder=recorder) as gateway:
+        sessions = [talk(gateway, name, reward=2.0) for name in ("one", "two")]
+        gateway.set_reward(sessions[0], 0.5, turn=2)
+        with pytest.raises(ConfigurationError, match="another gateway has it open"):
+            load_rollouts(path)
+        expected = gateway.to_dataset()
+    from_file = load_rollouts(path)
+    assert from_file.features == expected.features
+    assert from_file.to_list() == expected.to_list()
+    recorded = load_rollouts(tmp_path / "run")
+    for name in (
+        *("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward", "done"),
+        *("terminated", "truncated", "session", "weight_versions", "policy_version"),
+    ):
+        assert recorded.features[name] == expected.features[name], name
+        assert recorded[name] == expected[name], name
+    for name in ("prompt", "completion"):
+        for rows in zip(recorded[name], expected[name], strict=True):
+            first, second = ([m["role"] for m in messages] for messages in rows)
+            assert first == second
+
+
+def test_the_rules_of_a_gateway_hold_for_its_file(fake_engine, tmp_path):
+    path, rules = tmp_path / "sessions.db", {"trained": "none", "discount": 0.5}
+    with Gateway(fake_engine, path=path, **rules) as gateway:
+        talk(gateway, "one", reward=2.0)
+    with pytest.raises(ConfigurationError, match="no session with a trained turn"):
+        load_rollouts(path, **rules)
+    assert load_rollouts(path, discount=0.5)["reward"] == [1.0, 1.0]
+
+
+def test_paths_without_rows_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        load_rollouts(tmp_path / "nothing")
+    (tmp_path / "text").write_text("no database")
+    with pytest.raises(ConfigurationError, match="cannot be used as a file"):
+        load_rollouts(tmp_path / "text")
+    RunRecorder(tmp_path, prompts=False).close()
+    with pytest.raises(ConfigurationError, match="None of 0 groups"):
+        load_rollouts(tmp_path)
+    with pytest.raises(ConfigurationError, match="a gateway's file"):
+        load_rollouts(tmp_path, discount=0.5)

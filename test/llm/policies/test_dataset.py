@@ -101,7 +101,12 @@ def test_columns_have_the_tokens_and_log_probs_of_each_row(engine, tokenizer):
 
 
 def test_padding_is_removed(engine, tokenizer):
-    padded = batch_to_dataset(generate(engine, tokenizer, pad_output=True))
+    batch = generate(engine, tokenizer, pad_output=True)
+    batch["token_policy_version"] = torch.zeros_like(batch["tokens", "response"])
+    padded = batch_to_dataset(batch)
+    assert list(map(len, padded["token_policy_version"])) == [
+        len(ids) for ids in padded["completion_ids"]
+    ]
     dense = batch_to_dataset(generate(engine, tokenizer))
     for name in ("prompt_ids", "completion_ids", "env_mask", "completion"):
         assert padded[name] == dense[name], name

@@ -10,7 +10,7 @@ from tensordict import TensorDictBase
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
 from torchrl_sglang.objectives.columns import TOKENS
-from torchrl_sglang.observer import ResponseRecord, TurnRecord
+from torchrl_sglang.observer import ResponseRecord, RowRecord, TurnRecord
 from torchrl_sglang.types import Completion
 
 
@@ -38,7 +38,14 @@ def record_conversation(
         first = end + 1
     return ResponseRecord(
         turns=turns,
-        rows=[(turn.prompt.token_ids, turn.token_ids) for turn in conversation.turns],
+        rows=[
+            RowRecord(
+                tokens=(turn.prompt.token_ids, turn.token_ids),
+                turns=(number,),
+                reward=float(turn.reward),
+            )
+            for number, turn in enumerate(conversation.turns)
+        ],
         reward=float(sum(turn.reward for turn in conversation.turns)),
         rewards={name: float(value) for name, value in conversation.rewards.items()},
         truncated=conversation.truncated,
@@ -71,7 +78,14 @@ def record_episode(
         )
     return ResponseRecord(
         turns=turns,
-        rows=[[row[TOKENS].flatten().cpu().numpy()] for row, _, _ in steps],
+        rows=[
+            RowRecord(
+                tokens=[row[TOKENS].flatten().cpu().numpy()],
+                turns=(turn.number,),
+                reward=turn.reward,
+            )
+            for (row, _, _), turn in zip(steps, turns, strict=True)
+        ],
         reward=total,
         truncated=bool(steps[-1][0]["next"].get("truncated", None)) if steps else False,
     )
