@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+from msgspec.structs import replace
+
 import torchrl_sglang
 from torchrl_sglang.observer import (
     GroupEnded,
@@ -13,7 +15,7 @@ from torchrl_sglang.observer import (
     RowRecord,
     TurnRecord,
 )
-from torchrl_sglang.recording.format import Bounds, write_manifest
+from torchrl_sglang.recording.format import HELD_OUT, Bounds, write_manifest
 from torchrl_sglang.recording.records import row_key, summary_of, texts_of
 from torchrl_sglang.recording.writer import Files
 from torchrl_sglang.types import Completion
@@ -61,9 +63,12 @@ def make_turn(
     )
 
 
-def make_group(rng, number, size, began, version, *, tokens=None, turns=1):
+def make_group(
+    rng, number, size, began, version, *, tokens=None, turns=1, question=None
+):
+    question = question or number
     responses = []
-    prompt = [number, *range(11)]
+    prompt = [question, *range(11)]
     for _ in range(size):
         made, rows, ids = [], [], prompt
         for place in range(turns):
@@ -73,16 +78,16 @@ def make_group(rng, number, size, began, version, *, tokens=None, turns=1):
                 tokens or rng.randrange(4, 32),
                 version,
                 parent=place - 1 if place else None,
-                messages=[{"role": "user", "content": f"What is {number} + 2?"}]
+                messages=[{"role": "user", "content": f"What is {question} + 2?"}]
                 if place == 0
-                else [{"role": "tool", "name": "add", "content": str(number + 2)}],
+                else [{"role": "tool", "name": "add", "content": str(question + 2)}],
                 prompt_tokens=len(ids),
             )
             made.append(turn)
             ids = [*ids, *turn.completion.token_ids]
             rows.append(RowRecord(tokens=[ids], turns=[place], reward=0.0))
             # The result of the tool.
-            ids = [*ids, number]
+            ids = [*ids, question]
         right = float(rng.random() < min(0.1 + number / 300, 0.9))
         responses.append(
             ResponseRecord(
@@ -120,14 +125,26 @@ class Recorded:
         groups: of a batch.
         seed: of rewards, lengths and tokens.
         texts: whether conversations are written.
+        prompts: number of prompts of an epoch; None for ever new ones.
         writer: name of the recorder.
     """
 
-    def __init__(self, folder, *, size=4, groups=4, seed=0, texts=True, writer="test"):
+    def __init__(
+        self,
+        folder,
+        *,
+        size=4,
+        groups=4,
+        seed=0,
+        texts=True,
+        writer="test",
+        prompts=None,
+    ):
         write_manifest(folder, BOUNDS, torchrl_sglang.__version__)
         self.folder = Path(folder)
         self.files = Files(self.folder, writer, BOUNDS.max_bytes)
         self.size, self.per_batch, self.texts = size, groups, texts
+        self.prompts = prompts
         self.rng = random.Random(seed)
         self.time = BEGAN
         self.number = self.batch = 0
@@ -143,27 +160,10 @@ class Recorded:
     def step(self, *, turns=1, tokens=None):
         """A batch is collected, trained on, and weights are sent: 5 seconds."""
         began = self.time
-        made = []
-        for _ in range(self.per_batch):
-            self.number += 1
-            ended = make_group(
-                self.rng,
-                self.number,
-                self.size,
-                began,
-                self.batch,
-                tokens=tokens,
-                turns=turns,
-            )
-            group, responses = ended.group, ended.responses()
-            self.event("began", began, id=group.id, position=group.position)
-            summary = summary_of(ended, responses, BOUNDS)
-            if self.texts:
-                texts = texts_of(group.id, responses, BOUNDS)
-                place = self.files.append("texts", texts)
-                summary["texts"] = [place.file, place.offset, place.length]
-            self.files.append("groups", summary)
-            made.append(ended)
+        made = [
+            self._group(self.size, began, turns=turns, tokens=tokens)
+            for _ in range(self.per_batch)
+        ]
         self.written += [WrittenGroup(ended) for ended in made]
         self._poll(began, 3)
         self.time = began + 2.5
@@ -204,6 +204,36 @@ class Recorded:
         }
         self.event("metrics", step=self.batch, values=values)
         self.files.flush()
+
+    def _group(self, size, began, *, turns=1, tokens=None, status="complete"):
+        self.number += 1
+        question = 1 + (self.number - 1) % self.prompts if self.prompts else None
+        ended = make_group(
+            self.rng,
+            self.number,
+            size,
+            began,
+            self.batch,
+            tokens=tokens,
+            turns=turns,
+            question=question,
+        )
+        ended = replace(ended, status=status)
+        group, responses = ended.group, ended.responses()
+        self.event("began", began, id=group.id, position=group.position)
+        summary = summary_of(ended, responses, BOUNDS)
+        if self.texts:
+            texts = texts_of(group.id, responses, BOUNDS)
+            place = self.files.append("texts", texts)
+            summary["texts"] = [place.file, place.offset, place.length]
+        self.files.append("groups", summary)
+        return ended
+
+    def evaluate(self):
+        """A held-out prompt has one response, in a second after the step."""
+        ended = self._group(1, self.time, status=HELD_OUT)
+        self.files.flush()
+        return ended
 
     def _poll(self, began, running):
         for second in range(5):

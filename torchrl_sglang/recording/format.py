@@ -40,6 +40,9 @@ FORMAT = 1
 
 MANIFEST = "recording.json"
 
+HELD_OUT = "held-out"
+"""Status of a group of a prompt that is not trained on."""
+
 SUBFOLDER = "record"
 """Folder of a recording in the folder of a run."""
 

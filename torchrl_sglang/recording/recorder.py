@@ -7,7 +7,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,9 +26,10 @@ from torchrl_sglang.observer import (
     GroupStale,
     GroupStarted,
     PhaseEnded,
+    Subscriber,
     WeightsUpdated,
 )
-from torchrl_sglang.recording.format import Bounds, pack, write_manifest
+from torchrl_sglang.recording.format import HELD_OUT, Bounds, pack, write_manifest
 from torchrl_sglang.recording.poll import ServerPoll
 from torchrl_sglang.recording.records import (
     Scores,
@@ -37,6 +38,7 @@ from torchrl_sglang.recording.records import (
     summary_of,
     texts_of,
 )
+from torchrl_sglang.recording.software import read_software
 from torchrl_sglang.recording.writer import Files, RecordWriter
 from torchrl_sglang.support.checks import check_count, check_flag, check_seconds
 from torchrl_sglang.types import SyncReport
@@ -129,7 +131,8 @@ class RunRecorder:
         self._tokens = _TokenStrips(self._bounds)
         # Dropping it writes what is queued, and ends its threads.
         self._finalizer = weakref.finalize(self, _end, self._poll, self._writer)
-        self.event("start", pid=os.getpid())
+        start = {"kind": "start", "time": time.time(), "pid": os.getpid()}
+        self._writer.put(partial(_write_start, start, os.getcwd()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # In another process it has files of its own in the same folder.
@@ -172,6 +175,17 @@ class RunRecorder:
     def add_phase(self, name: str, start: float, end: float) -> None:
         """Records a phase that has ended, in seconds since the epoch."""
         self.event("phase", name=str(name), span=[start, end])
+
+    def log_hparams(self, hparams: Mapping[str, Any]) -> None:
+        """Records settings, as TorchRL's loggers do; values without JSON as texts.
+
+        Versions of packages and the commit of the working directory are recorded
+        without a call. :class:`.GRPO` records its arguments.
+
+        Args:
+            hparams: names and values, which may be mappings. Later ones add to them.
+        """
+        self.event("settings", values=dict(hparams))
 
     def log(self, metrics: Mapping[str, Any], *, step: int | None = None) -> None:
         """Records metrics of a step: numbers, or tensors of one.
@@ -232,6 +246,8 @@ class RunRecorder:
     def watch(self, engine: Any) -> None:
         """Records the statistics of an engine's servers, until :meth:`close`."""
         self._poll.watch_engine(engine)
+        with suppress(Exception):  # It may have no servers yet, or be of another kind.
+            self.log_hparams({"version.sglang": engine.capabilities.version})
 
     def event(self, kind: str, **values: Any) -> None:
         """Records an event of now."""
@@ -259,6 +275,19 @@ class RunRecorder:
             case CollectorStarted():
                 self.watch(event.engine)
                 self._poll.watch("collector", event.read)
+
+
+def held_out(recorder: Subscriber) -> Subscriber:
+    """Returns the recorder of a collector of held-out prompts, which records groups."""
+
+    def record(event: Event) -> None:
+        match event:
+            case GroupEnded():
+                recorder(msgspec.structs.replace(event, status=HELD_OUT))
+            case GroupStarted() | GroupFailed():
+                recorder(event)
+
+    return record
 
 
 class _TokenStrips:
@@ -345,6 +374,10 @@ class _GroupJob(msgspec.Struct, frozen=True, gc=False):
 
     def __call__(self, files: Files) -> None:
         self.strips.write(self.event, files)
+
+
+def _write_start(start: dict[str, Any], folder: str, files: Files) -> None:
+    files.append("events", {**start, "settings": read_software(folder)})
 
 
 def _sync_of(report: SyncReport | None) -> dict[str, Any]:

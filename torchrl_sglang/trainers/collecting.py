@@ -29,7 +29,7 @@ from torchrl_sglang.collectors.scheduling.prompts import (
 )
 from torchrl_sglang.gateway.agent_groups import COLUMNS as AGENT_COLUMNS
 from torchrl_sglang.objectives.advantages import TrajectoryReturn, conversation_returns
-from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.recording.recorder import RunRecorder, held_out
 from torchrl_sglang.support.checks import check_names
 from torchrl_sglang.trainers.arguments import RunArguments
 from torchrl_sglang.trainers.collector_checks import (
@@ -133,7 +133,12 @@ class Collecting:
             **{name: getattr(arguments, name) for name in names},
         )
 
-    def make_held_out(self, served: Served, sampling: Mapping[str, Any]) -> Any:
+    def make_held_out(
+        self,
+        served: Served,
+        sampling: Mapping[str, Any],
+        recorder: RunRecorder | None = None,
+    ) -> Any:
         """Returns the collector of one greedy response to each held-out prompt.
 
         A prompt that cannot be collected is left out. An agent's requests have their
@@ -153,6 +158,7 @@ class Collecting:
             group_size=1,
             groups_per_batch=len(prompts),
             total_groups=len(prompts),
+            recorder=None if recorder is None else held_out(recorder),
         )
 
     def check_batch(self, batch: TensorDictBase) -> None:

@@ -240,7 +240,11 @@ class Run:
             if isinstance(self.arguments.logger, str):
                 stack.callback(end_logger, self.logger)
             self.recorder = self._records.open_recorder()
-            if self.recorder is not None and self.arguments.recorder is True:
+            if self.recorder is None:
+                return
+            model = {"model": self._records.identity["model"]}
+            self.recorder.log_hparams({**model, **self.hyperparameters})
+            if self.arguments.recorder is True:
                 stack.callback(self.recorder.close)
 
         self.ranks.first(open_files)
@@ -448,7 +452,9 @@ class Run:
         return metrics if self.ranks.is_first else {}
 
     def _evaluate(self) -> dict[str, float]:
-        collector = self._collecting.make_held_out(self._served, self.sampling)
+        collector = self._collecting.make_held_out(
+            self._served, self.sampling, self.recorder
+        )
         with collector:
             batch, stats = next(iter(collector), None), collector.stats()
         prompts, errors = self._collecting.eval_prompts or (), stats["errors"]

@@ -143,6 +143,9 @@ def _format(values: Sequence[float]) -> str:
 def curve_spec(curve: Curve) -> dict[str, Any]:
     """Returns the specification of a curve; dashes distinguish runs."""
     runs = list(dict.fromkeys(point["run"] for point in curve.points))
+    values = list(curve.points)
+    if curve.beside and len(runs) > 1:
+        values = [{**p, "line": f"{p['run']}, {p['line']}"} for p in values]
     kind = ".1~%" if curve.percent else _format([p["y"] for p in curve.points])
     y: dict[str, Any] = {
         "field": "y",
@@ -187,14 +190,19 @@ def curve_spec(curve: Curve) -> dict[str, Any]:
         "description": f"{curve.title}. {curve.about}",
         "width": "container",
         "height": CURVE_PIXELS,
-        "data": {"values": list(curve.points)},
+        "data": {"values": values},
         "encoding": encoding,
     }
-    if curve.stacked:
-        encoding["x"] |= {"type": "ordinal", "axis": {"labelOverlap": True}}
+    if curve.stacked or curve.beside:
+        encoding["x"] |= {
+            "type": "ordinal",
+            "axis": {"labelOverlap": True, "labelAngle": 0},
+        }
         del encoding["x"]["scale"]
-        if len(runs) > 1:
-            encoding.pop("strokeDash")
+        encoding.pop("strokeDash", None)
+        if curve.beside:
+            encoding["xOffset"] = {"field": "line", "sort": None}
+        elif len(runs) > 1:
             encoding["xOffset"] = {"field": "run"}
         return {**spec, "mark": {"type": "bar"}}
     many = len(curve.points) > 60

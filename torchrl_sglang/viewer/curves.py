@@ -9,11 +9,18 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from torchrl_sglang.recording.format import HELD_OUT
 from torchrl_sglang.recording.lines import number
 from torchrl_sglang.viewer.run import Group, RunData
 
 MOST_POINTS = 400
 """Points of a line; longer lines are reduced to means of neighbours."""
+
+MOST_BINS = 20
+"""Most bins of a distribution, and one."""
+
+MOST_OF_PART = 500
+"""Most groups of a part of a run whose distribution is shown."""
 
 MOST_OTHERS = 200
 """Most curves of other metrics."""
@@ -44,6 +51,8 @@ class Curve:
     """Name of the vertical axis, with its unit."""
     points: Sequence[Mapping[str, Any]]
     """Each with ``x``, ``y`` and ``line``, the name of its line."""
+    beside: bool = False
+    """Whether lines are bars beside each other."""
     stacked: bool = False
     """Whether lines add up, as bars."""
     percent: bool = False
@@ -113,6 +122,7 @@ def curves_of(run: RunData) -> list[Curve]:
         _rewards(run, batches),
         _accuracy(batches, differ=best != worst),
         _lengths(batches),
+        *_distributions(run),
         _truncated(batches),
         _staleness(batches),
         _mismatch(run),
@@ -134,7 +144,7 @@ def _names(curve: Curve) -> set[str]:
 def _batches(run: RunData, best: float | None) -> dict[int, _BatchTotals]:
     totals: dict[int, _BatchTotals] = defaultdict(_BatchTotals)
     for group in run.groups:
-        if group.batch is not None:
+        if group.batch is not None and group.status != HELD_OUT:
             totals[group.batch].add(group, best)
     return dict(sorted(totals.items()))
 
@@ -222,8 +232,9 @@ def _accuracy(batches: Mapping[int, _BatchTotals], *, differ: bool) -> Curve:
 
 def extremes(run: RunData) -> tuple[float | None, float | None]:
     """Returns the best and the worst return of a response."""
-    best = [g.line.best for g in run.groups if g.line.best is not None]
-    worst = [g.line.worst for g in run.groups if g.line.worst is not None]
+    lines = [group.line for group in run.groups if group.status != HELD_OUT]
+    best = [line.best for line in lines if line.best is not None]
+    worst = [line.worst for line in lines if line.worst is not None]
     return max(best, default=None), min(worst, default=None)
 
 
@@ -237,6 +248,87 @@ def _lengths(batches: Mapping[int, _BatchTotals]) -> Curve:
         y="tokens",
         points=_line("tokens", points),
     )
+
+
+def _distributions(run: RunData) -> list[Curve]:
+    """Returns how rewards and lengths are spread, at first and in the end."""
+    parts = _first_and_last(run)
+    rewards = {
+        name: [reward for group in groups for reward in group.line.rewards]
+        for name, groups in parts.items()
+        if any(group.line.rewards for group in groups)
+    }
+    lengths = {
+        name: [float(r.tokens) for group in groups for r in group.line.responses]
+        for name, groups in parts.items()
+    }
+    about = "Share of the responses, in the first and in the last tenth of the batches."
+    return [
+        Curve(
+            id=f"{x}_distribution",
+            title=f"Distribution of {title}",
+            about=about,
+            x=x,
+            y="share",
+            beside=True,
+            percent=True,
+            points=_histogram(values),
+        )
+        for x, title, values in (
+            ("reward", "rewards", rewards),
+            ("length", "response lengths", lengths),
+        )
+    ]
+
+
+def _first_and_last(run: RunData) -> dict[str, list[Group]]:
+    """Returns the groups of the first and of the last tenth of a run's batches."""
+    of_batches: dict[int, list[Group]] = defaultdict(list)
+    for group in run.groups:
+        if group.batch is not None and group.status != HELD_OUT:
+            of_batches[group.batch].append(group)
+    numbers = sorted(of_batches)
+    size = math.ceil(len(numbers) / 10)
+    parts = {}
+    for chosen in (numbers[:size], numbers[-size:]):
+        groups = [group for number in chosen for group in of_batches[number]]
+        if groups:
+            name = (
+                f"batches {chosen[0]} to {chosen[-1]}"
+                if size > 1
+                else f"batch {chosen[0]}"
+            )
+            parts[name] = groups[:: math.ceil(len(groups) / MOST_OF_PART)]
+    return parts
+
+
+def _histogram(parts: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+    """Returns the share of each bin, named by its least value.
+
+    Bins are 1, 2 or 5 times a power of ten wide, so that those of two runs are equal.
+
+    Examples:
+        >>> points = _histogram({"all": [0.0, 1.0, 1.0, 1.0]})
+        >>> [(point["x"], point["y"]) for point in points if point["y"]]
+        [(0.0, 0.25), (1.0, 0.75)]
+    """
+    values = list(chain.from_iterable(parts.values()))
+    spread = (max(values) - min(values)) / MOST_BINS if values else 0.0
+    power = 10 ** math.floor(math.log10(spread)) if spread else 1.0
+    width = next(n * power for n in (1, 2, 5, 10) if n * power >= spread)
+    points = []
+    for name, of_part in parts.items():
+        counts = Counter(math.floor(value / width + 1e-9) for value in of_part)
+        numbers = [math.floor(value / width + 1e-9) for value in values]
+        points += [
+            {
+                "x": float(f"{number * width:.6g}"),
+                "y": counts[number] / len(of_part),
+                "line": name,
+            }
+            for number in range(min(numbers), max(numbers) + 1)
+        ]
+    return points
 
 
 def _truncated(batches: Mapping[int, _BatchTotals]) -> Curve:

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, islice, repeat
 from typing import Any
 
-from torchrl_sglang.recording.format import unpack
+from torchrl_sglang.recording.format import HELD_OUT, unpack
 from torchrl_sglang.recording.lines import number
 from torchrl_sglang.recording.reading import MOST_OF_LINE, Recording
 from torchrl_sglang.viewer.curves import extremes
 from torchrl_sglang.viewer.run import MALFORMED, Group, RunData
 
 SHOWN_CHARACTERS = 120
-"""Characters of a prompt in the table and its search."""
+"""Characters of a prompt in the table."""
+
+SEARCH_SECONDS = 5.0
+"""Longest time of a search."""
 
 MOST_ROWS = 20_000
 """Most groups in the table of a page, the newest groups."""
@@ -35,6 +40,7 @@ FILTERS = {
     "longest": ("Longest", "the tenth with the most tokens"),
     "mismatch": ("Largest mismatch", "the tenth where log-probs are furthest apart"),
     "tools": ("Tool calls", "a response called tools"),
+    "held-out": ("Held out", "responses to prompts that are not trained on"),
 }
 """Name of a filter -> its label and description."""
 
@@ -54,6 +60,7 @@ COLUMNS = (
     "age",
     "gap",
     "seconds",
+    "prompt_key",
     "tags",
 )
 """Values of a row of the table."""
@@ -63,15 +70,20 @@ def table_of(run: RunData) -> dict[str, Any]:
     """Returns the rows of the newest groups, with their filters."""
     tags = _Tags(run)
     shown = run.groups[-MOST_ROWS:]
+    prompts = Counter(group.line.prompt_key for group in shown)
     return {
         "columns": COLUMNS,
-        "rows": [_row(group, tags.of(group)) for group in reversed(shown)],
+        "rows": [
+            _row(group, tags.of(group), again=prompts[group.line.prompt_key] > 1)
+            for group in reversed(shown)
+        ],
         "total": len(run.groups),
         "responses": sum([group.line.count for group in run.groups]),
     }
 
 
-def _row(group: Group, tags: Sequence[str]) -> list[Any]:
+def _row(group: Group, tags: Sequence[str], *, again: bool) -> list[Any]:
+    """Returns a row of the table; ``again``: other groups have its prompt, too."""
     line, rewards = group.line, group.line.rewards
     advantages, gaps = group.advantages.values(), group.gaps.values()
     return [
@@ -90,6 +102,7 @@ def _row(group: Group, tags: Sequence[str]) -> list[Any]:
         group.age,
         _rounded_again(max(gaps)) if gaps else None,
         _rounded(line.ended - line.began),
+        line.prompt_key if again else "",
         tags,
     ]
 
@@ -122,10 +135,11 @@ class _Tags:
             line.best != line.worst,
             line.cut > 0,
             group.status == "stale" or bool(group.age),
-            group.status not in ("trained", "taken"),
+            group.status not in ("trained", "taken", HELD_OUT),
             id_ in self._long,
             id_ in self._apart,
             line.tools > 0,
+            group.status == HELD_OUT,
         )
         return [name for name, holds in zip(FILTERS, held, strict=True) if holds]
 
@@ -170,6 +184,46 @@ def choose(run: RunData, most_bytes: int) -> list[Group]:
             break
         groups.append(group)
     return groups
+
+
+def search(
+    recording: Recording,
+    groups: Sequence[Group],
+    text: str,
+    *,
+    seconds: float = SEARCH_SECONDS,
+) -> dict[str, Any]:
+    """Returns the groups with a text in their conversations, the newest groups first.
+
+    Args:
+        recording: their recording.
+        groups: all groups, the oldest first.
+        text: in any message, reasoning or tool call; its case does not count.
+        seconds: of the search, after which older groups are left out.
+    """
+    end, count, ids = time.monotonic() + seconds, 0, []
+    for group in reversed(groups):
+        if time.monotonic() > end:
+            break
+        count += 1
+        with suppress(*MALFORMED):
+            texts = recording.read_texts(group.line.texts)
+            if texts is not None and text.lower() in _said(texts):
+                ids.append(group.id)
+    return {"ids": ids, "searched": count, "total": len(groups)}
+
+
+def _said(texts: Mapping[str, Any]) -> str:
+    """Returns all texts of conversations, in small letters."""
+    parts = []
+    for response in texts["responses"]:
+        turns = response["turns"]
+        messages = [m for turn in turns for m in (*turn["messages"], turn["reply"])]
+        for message in (*messages, *response.get("after", ())):
+            calls = message.get("tool_calls")
+            parts += [message["content"], message.get("reasoning_content", "")]
+            parts.append(_write_calls(calls) if calls else "")
+    return "\n".join(parts).lower()
 
 
 def conversations_of(recording: Recording, group: Group) -> dict[str, Any] | None:

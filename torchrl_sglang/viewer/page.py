@@ -6,18 +6,21 @@ import html
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
+from torchrl_sglang.recording.format import HELD_OUT
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.support.garbage import collect_garbage_afterwards
 from torchrl_sglang.viewer.advice import advise, figures_of
 from torchrl_sglang.viewer.charts import curve_spec, in_flight_spec, timeline_spec
-from torchrl_sglang.viewer.curves import MOST_OTHERS, Curve, curves_of
+from torchrl_sglang.viewer.curves import MOST_OTHERS, Curve, curves_of, down_sample
 from torchrl_sglang.viewer.groups import (
     FILTERS,
     choose,
@@ -66,6 +69,7 @@ def page_data(runs: Sequence[RunData], *, now: float) -> dict[str, Any]:
             "filters": [[name, *words] for name, words in FILTERS.items()],
             "runs": [_run(run, now) for run in runs],
             "curves": [_curve(curve) for curve in merged if not curve.is_constant],
+            "differences": _differences(runs),
             "constants": [[curve.title, curve.points[-1]["y"]] for curve in constant],
         }
 
@@ -79,11 +83,37 @@ def _run(run: RunData, now: float) -> dict[str, Any]:
         "facts": _facts(run, table),
         "sentence": advise(figures_of(run, bars)),
         "notes": [*run.notes, *_left_out(run)],
+        "settings": sorted(run.settings.items()),
+        "progress": _progress(run),
         "failures": run.failures[-20:],
         "timeline": timeline_spec(run, bars),
         "in_flight": in_flight_spec(run),
         "groups": {**table, "counts": counts_of(table)},
     }
+
+
+def _differences(runs: Sequence[RunData]) -> list[list[str]]:
+    """Returns the settings that runs do not share: name, and each run's value."""
+    names = sorted({name for run in runs for name in run.settings})
+    rows = [[name, *(run.settings.get(name, "") for run in runs)] for name in names]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _progress(run: RunData) -> dict[str, list[tuple[float, float]]]:
+    """Returns seconds of batches and of steps, and tokens of seconds, for axes."""
+    counts: Counter[int] = Counter()
+    for group in run.groups:
+        if group.batch is not None and group.status != HELD_OUT:
+            counts[group.batch] += group.line.tokens
+    batches = {int(b["number"]): b["time"] - run.began for b in run.batches}
+    totals = accumulate(counts[number] for number in batches)
+    steps = {step: time - run.began for step, time in sorted(run.step_times.items())}
+    lines = {
+        "batch": list(batches.items()),
+        "step": list(steps.items()),
+        "tokens": list(zip(batches.values(), totals, strict=True)),
+    }
+    return {name: down_sample(points) for name, points in lines.items()}
 
 
 def _left_out(run: RunData) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from bisect import bisect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from torchrl_sglang.recording.format import HELD_OUT
 from torchrl_sglang.recording.lines import GroupLine, number
 from torchrl_sglang.recording.reading import Recording
 from torchrl_sglang.support.garbage import collect_garbage_afterwards
@@ -26,9 +29,9 @@ class Group(msgspec.Struct, kw_only=True, gc=False, eq=False):
     line: GroupLine
     """Its line in the recording."""
     status: str
-    """``"complete"``, ``"trained"``, ``"filtered"`` or ``"stale"``."""
+    """``"complete"``, ``"trained"``, ``"filtered"``, ``"stale"`` or ``"held-out"``."""
     batch: int | None = None
-    """Number of its batch, over all writers."""
+    """Number of its batch, over all writers; of a held-out group, of the latest one."""
     age: int | None = None
     """Weight updates between its oldest token and its batch."""
     advantages: dict[str, float] = {}
@@ -76,6 +79,10 @@ class RunData:
     """Changes of the number of running groups: time and difference."""
     metrics: dict[str, dict[int, float]] = field(default_factory=dict)
     """Name -> step -> value."""
+    step_times: dict[int, float] = field(default_factory=dict)
+    """Step -> time of its metrics."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Name of a setting -> its value, and earlier ones of a resumed run."""
     failures: list[str] = field(default_factory=list)
     """Errors of groups."""
     notes: list[str] = field(default_factory=list)
@@ -149,10 +156,17 @@ class _Assembly:
                 self._event(event)
             except MALFORMED:
                 malformed += 1
+        self._place_held_out()
         if self._writers is not None:
             self._run.running += self._writers.unfinished()
             self._run.resumed = self._writers.resumed()
         self._say(malformed)
+
+    def _place_held_out(self) -> None:
+        batches = self._run.batches
+        for group in self._run.groups:
+            if group.status == HELD_OUT:
+                group.batch = bisect(batches, group.line.ended, key=time_of)
 
     def _say(self, malformed: int) -> None:
         run = self._run
@@ -216,7 +230,7 @@ class _Assembly:
     def _on_batch(self, event: Mapping[str, Any], time: float) -> None:
         # Each collector numbers its batches from 1.
         number = self._batch = max(int(event["number"]), self._batch + 1)
-        self._run.batches.append(event)
+        self._run.batches.append({**event, "number": number})
         for number_of_group in event["ids"]:
             group = self._known.get((event["writer"], number_of_group))
             if group is None:
@@ -282,6 +296,8 @@ class _Assembly:
         self._run.collector.append(event)
 
     def _on_metrics(self, event: Mapping[str, Any], time: float) -> None:
+        if event.get("step") is not None:
+            self._run.step_times[int(event["step"])] = time
         for name, value in event["values"].items():
             of_steps = self._run.metrics.setdefault(str(name), {})
             step, amount = event.get("step"), number(value)
@@ -298,6 +314,23 @@ class _Assembly:
         for of_steps in self._run.metrics.values():
             for later in [step for step in of_steps if step > event["step"]]:
                 del of_steps[later]
+
+    def _on_start(self, event: Mapping[str, Any], time: float) -> None:
+        self._add_settings(event.get("settings", {}))
+
+    def _on_settings(self, event: Mapping[str, Any], time: float) -> None:
+        self._add_settings(event["values"])
+
+    def _add_settings(self, values: Mapping[str, Any], prefix: str = "") -> None:
+        settings = self._run.settings
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                self._add_settings(value, f"{prefix}{name}.")
+                continue
+            text = value if isinstance(value, str) else json.dumps(value)
+            earlier = settings.setdefault(f"{prefix}{name}", text)
+            if earlier.rpartition(", then ")[2] != text:
+                settings[f"{prefix}{name}"] = f"{earlier}, then {text}"
 
     def _on_lost(self, event: Mapping[str, Any], time: float) -> None:
         self._lost += int(event["records"])

@@ -15,7 +15,7 @@ from socketserver import TCPServer
 from urllib.parse import unquote, urlsplit
 
 from torchrl_sglang.recording.reading import Recording
-from torchrl_sglang.viewer.groups import conversations_of
+from torchrl_sglang.viewer.groups import conversations_of, search
 from torchrl_sglang.viewer.page import (
     as_script,
     names_of,
@@ -68,6 +68,16 @@ class Viewer:
             conversations = conversations_of(self._recordings[run], group)
             return None if conversations is None else as_script(conversations)
 
+    def search(self, run: int, text: str) -> str | None:
+        """Returns the groups with a text as JSON; ``None``: there is no such run."""
+        with self._lock:
+            if not self._runs:
+                self._refresh()
+            if not 0 <= run < len(self._runs):
+                return None
+            groups = list(self._runs[run].groups)
+        return as_script(search(self._recordings[run], groups, text))
+
     def _refresh(self) -> None:
         """Reads new lines; the end of a run changes the page, too."""
         start = time.monotonic()
@@ -116,6 +126,7 @@ class ViewerServer(ThreadingHTTPServer):
 
 
 _GROUP = re.compile(r"/group/(\d+)/([^/]+)")
+_SEARCH = re.compile(r"/search/(\d+)/([^/]+)")
 
 
 class _PageHandler(BaseHTTPRequestHandler):
@@ -159,6 +170,8 @@ class _PageHandler(BaseHTTPRequestHandler):
                 self._send(text, "application/json")
         elif match := _GROUP.fullmatch(path):
             self._send_group(int(match[1]), unquote(match[2]))
+        elif match := _SEARCH.fullmatch(path):
+            self._send_matches(int(match[1]), unquote(match[2]))
         else:
             self._send("There is no such page.", status=HTTPStatus.NOT_FOUND)
 
@@ -172,6 +185,13 @@ class _PageHandler(BaseHTTPRequestHandler):
             self._send(text, status=HTTPStatus.NOT_FOUND)
         else:
             self._send(text, "application/json")
+
+    def _send_matches(self, run: int, text: str) -> None:
+        matches = self.server.viewer.search(run, text)
+        if matches is None:
+            self._send("There is no such run.", status=HTTPStatus.NOT_FOUND)
+        else:
+            self._send(matches, "application/json")
 
     def _send(
         self, text: str, kind: str = "text/plain", status: HTTPStatus = HTTPStatus.OK

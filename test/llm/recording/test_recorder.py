@@ -121,6 +121,33 @@ def test_the_text_of_a_token_is_written_once(tmp_path):
     assert recorder.lost == 0
 
 
+def test_settings_versions_and_the_commit_are_written(tmp_path, monkeypatch):
+    repository = tmp_path / "code"
+    repository.mkdir()
+    monkeypatch.chdir(repository)
+    git = ("git", "-c", "user.name=a", "-c", "user.email=a@b")
+    (repository / "a.py").write_text("1")
+    for command in (("init", "-q"), ("add", "."), ("commit", "-qm", "one")):
+        subprocess.run([*git, *command], check=True)
+    commit = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
+    with RunRecorder(tmp_path / "clean") as recorder:
+        recorder.log_hparams({"lr": 1e-6, "reward": len, "lora": {"r": 8}})
+    (start,) = events(tmp_path / "clean", "start")
+    assert start["settings"]["commit"] == commit
+    assert start["settings"]["version.torch"] == torch.__version__
+    (settings,) = events(tmp_path / "clean", "settings")
+    assert settings["values"]["lr"] == 1e-6
+    assert "len" in settings["values"]["reward"]
+    (repository / "a.py").write_text("2")
+    RunRecorder(tmp_path / "changed").close()
+    (start,) = events(tmp_path / "changed", "start")
+    assert start["settings"]["commit"] == f"{commit}-dirty"
+    monkeypatch.chdir(tmp_path)
+    RunRecorder(tmp_path / "none").close()
+    (start,) = events(tmp_path / "none", "start")
+    assert "commit" not in start["settings"]
+
+
 def test_records_are_written_soon_without_a_close(tmp_path):
     recorder = RunRecorder(tmp_path)
     recorder.log({"loss": 0.5}, step=1)

@@ -176,6 +176,11 @@ def test_a_synchronous_run(make, restored_engine, tmp_path, capsys):
     trained = AutoModelForCausalLM.from_pretrained(folder)
     assert difference(restored_engine, trained) < TOLERANCE
     assert AutoTokenizer.from_pretrained(folder).chat_template
+    (seen,) = read_runs([Recording.open(folder.parent)])
+    held_out = [group.batch for group in seen.groups if group.status == "held-out"]
+    assert Counter(held_out) == dict.fromkeys((0, 6, 12), len(HELD_OUT))
+    assert seen.settings["group_size"] == str(run.group_size)
+    assert seen.settings["version.sglang"]
     # It learned.
     rewards = list(scalar(folder.parent, "batch/reward").values())
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.3

@@ -142,7 +142,59 @@ def test_filters_and_search_choose_groups(opened, written):
         "(() => { const box = document.querySelector('#tools input'); box.value = "
         "'is 17 +'; box.dispatchEvent(new Event('input')); })()"
     )
-    assert opened.eval(count) == 1
+    opened.wait(f"{count} === 1")
+    opened.wait(
+        "document.querySelector('[data-searched]').textContent.includes('60 of 60')"
+    )
+
+
+def test_a_search_finds_responses_and_a_link_leads_to_a_group(opened, file, written):
+    found = [
+        group
+        for group in written.written
+        if any(
+            "answer is" in t.reply["content"] for r in group.responses for t in r.turns
+        )
+    ]
+    opened.open(f"{file.as_uri()}?again#text=answer+is&open=3&axis=tokens")
+    count = "Number(document.querySelector('[data-count]').dataset.count)"
+    opened.wait(f"{count} === {len(found)}")
+    opened.wait("document.querySelector('#group h3')?.textContent === 'Group 3'")
+    draw(opened, "curve-length")
+    labels = opened.eval(
+        "[...document.querySelectorAll('#curve-length [aria-roledescription=point]')]"
+        ".map(e => e.getAttribute('aria-label'))"
+    )
+    place = re.search(r"response tokens: ([\d.]+)k", labels[-1])[1]
+    total = sum(
+        len(turn.completion.token_ids)
+        for group in written.written
+        for each in group.responses
+        for turn in each.turns
+    )
+    assert 1000 * float(place) == pytest.approx(total, rel=5e-3)
+    opened.eval("location.hash = '#open=5'")
+    opened.wait("document.querySelector('#group h3')?.textContent === 'Group 5'")
+    assert opened.eval("document.querySelector('#tools input').value") == ""
+
+
+def test_a_prompt_is_followed_over_epochs(page, tmp_path):
+    run = Recorded(tmp_path / "run", prompts=8)
+    for _ in range(4):
+        run.step()
+    run.close()
+    path = tmp_path / "run.html"
+    recordings = [Recording.open(run.folder)]
+    path.write_text(self_contained(recordings, now=BEGAN + 1e6), encoding="utf-8")
+    page.look()
+    page.errors.clear()
+    page.open(f"{path.as_uri()}#open=11")
+    page.wait("document.querySelectorAll('#same-prompt tbody tr').length === 2")
+    links = "[...document.querySelectorAll('#same-prompt a')]"
+    assert page.eval(f"{links}.map(e => e.textContent)") == ["3", "11"]
+    page.eval(f"{links}[0].click()")
+    page.wait("document.querySelector('#group h3').textContent === 'Group 3'")
+    assert page.errors == []
 
 
 def test_a_response_is_reached_and_read_by_keyboard_alone(opened, written):

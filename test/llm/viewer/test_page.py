@@ -12,7 +12,12 @@ import pytest
 from helpers.recorded_runs import BEGAN, Recorded, write_run
 
 from torchrl_sglang.recording.reading import Recording
-from torchrl_sglang.viewer.groups import FILTERS, MOST_ROWS, conversations_of
+from torchrl_sglang.viewer.groups import (
+    FILTERS,
+    MOST_ROWS,
+    conversations_of,
+    search,
+)
 from torchrl_sglang.viewer.page import (
     as_script,
     page_data,
@@ -356,3 +361,108 @@ def multiply(folder, times, groups):
                 ids = [line["id"] for line in lines]
                 batch |= {"number": step + 1, "ids": ids, "time": batch["time"] + 5.0}
                 more.write(json.dumps(batch) + "\n")
+
+
+def test_distributions_are_of_the_first_and_the_last_batches(data, written):
+    size = 2 * written.per_batch
+    for name, values_of in (
+        ("reward", lambda group: [each.reward for each in group.responses]),
+        ("length", lambda group: [tokens(each) for each in group.responses]),
+    ):
+        found = points(data, f"{name}_distribution", "batches 1 to 2")
+        values = [v for group in written.written[:size] for v in values_of(group)]
+        edges = sorted(found)
+        width = min(b - a for a, b in pairwise(edges))
+        for edge, share in found.items():
+            within = [v for v in values if edge - 1e-9 <= v < edge + width - 1e-9]
+            assert share == pytest.approx(len(within) / len(values))
+        last = points(data, f"{name}_distribution", "batches 11 to 12")
+        assert sum(last.values()) == pytest.approx(1)
+
+
+def test_settings_are_shown_and_those_that_differ(tmp_path):
+    runs = []
+    for name, lr in (("a", 1e-6), ("b", 2e-6)):
+        run = Recorded(tmp_path / name)
+        run.event("start", settings={"commit": "c0ffee"})
+        run.event("settings", values={"lr": lr, "lora": {"r": 8}, "seed": None})
+        run.step()
+        run.event("settings", values={"lr": 3e-6})
+        run.close()
+        runs += read_runs([Recording.open(tmp_path / name)])
+    data = page_data(runs, now=BEGAN + 1e6)
+    assert dict(data["runs"][0]["settings"]) == {
+        "commit": "c0ffee",
+        "lr": "1e-06, then 3e-06",
+        "lora.r": "8",
+        "seed": "null",
+    }
+    differences = [["lr", "1e-06, then 3e-06", "2e-06, then 3e-06"]]
+    assert data["differences"] == differences
+    assert page_data(runs[:1], now=BEGAN)["differences"] == []
+
+
+def test_axes_count_tokens_and_time(data, written):
+    progress = data["runs"][0]["progress"]
+    total = sum(tokens(each) for group in written.written for each in group.responses)
+    assert progress["tokens"][-1][1] == total
+    assert [place for place, _ in progress["batch"]] == list(range(1, STEPS + 1))
+    seconds = [second for _, second in progress["batch"]]
+    assert seconds == pytest.approx([5 * step + 2.5 for step in range(STEPS)])
+    assert [second for second, _ in progress["tokens"]] == seconds
+    steps = [second for _, second in progress["step"]]
+    assert steps == pytest.approx([5 * step + 5 for step in range(STEPS)])
+
+
+def rows_of(data):
+    table = data["runs"][0]["groups"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    return {row["id"]: row for row in rows}
+
+
+def test_held_out_responses_are_groups_and_in_no_curve(tmp_path):
+    run = Recorded(tmp_path, prompts=9)
+    for _ in range(3):
+        run.step()
+    run.evaluate()
+    run.step()
+    run.evaluate()
+    run.close()
+    data = page_data(read_runs([Recording.open(tmp_path)]), now=0)
+    rows = rows_of(data)
+    held_out = [row for row in rows.values() if "held-out" in row["tags"]]
+    assert [(row["batch"], row["responses"]) for row in held_out] == [(4, 1), (3, 1)]
+    assert not any("untrained" in row["tags"] for row in held_out)
+    trained = run.written[-4:]
+    assert points(data, "length", "tokens")[4] == pytest.approx(
+        statistics.fmean(tokens(each) for group in trained for each in group.responses)
+    )
+    # A prompt is the same in each epoch, and held out.
+    same = [id_ for id_, row in rows.items() if row["prompt"] == rows["4"]["prompt"]]
+    key = rows["4"]["prompt_key"]
+    assert same == ["13", "4"]
+    assert key
+    assert [id_ for id_, row in rows.items() if row["prompt_key"] == key] == same
+
+
+def test_a_prompt_that_was_read_once_has_no_key(data):
+    assert {row["prompt_key"] for row in rows_of(data).values()} == {""}
+
+
+def test_a_search_reads_prompts_and_responses(written):
+    recording = Recording.open(written.folder)
+    (run,) = read_runs([recording])
+    by_id = {str(group.id): group for group in written.written}
+    for text in ("ANSWER is", "<script>", "nowhere"):
+        found = search(recording, run.groups, text)
+        assert (found["searched"], found["total"]) == (len(by_id), len(by_id))
+        assert set(found["ids"]) == {
+            name
+            for name, group in by_id.items()
+            for each in group.responses
+            if text.lower()
+            in "\n".join(turn.reply["content"] for turn in each.turns).lower()
+        }
+    assert search(recording, run.groups, "What is 7 + 2")["ids"] == ["7"]
+    # Of the newest group alone, as there is no more time.
+    assert search(recording, run.groups, "What", seconds=0.0)["searched"] <= 1

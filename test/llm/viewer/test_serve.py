@@ -54,6 +54,9 @@ def test_a_run_is_read_when_its_page_asks(folder):
         data = json.loads(get(f"{url}data.json"))
         assert data["runs"][0]["groups"]["responses"] == 32
         assert refusal(f"{url}data.json", **{"If-None-Match": data["tag"]}) == (304, "")
+        found = json.loads(get(f"{url}search/0/what%20is%207%20%2B"))
+        assert found == {"ids": ["7"], "searched": 8, "total": 8}
+        assert refusal(f"{url}search/1/what")[0] == 404
         texts = json.loads(get(f"{url}group/0/1"))
         assert len(texts["responses"]) == 4
 

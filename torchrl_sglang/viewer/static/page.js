@@ -5,8 +5,31 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   // A page that a viewer serves has none in it, and asks for it.
   let data = JSON.parse($("data").textContent || "null");
-  const state = { filter: "", text: "", sort: "", down: true, page: 0, run: 0, open: null, colour: "log_prob" };
+  const state = { filter: "", text: "", sort: "", down: true, page: 0, run: 0, open: null, colour: "log_prob", axis: "" };
   const views = new Map();
+
+  // The address has the state of the page, so that a link leads to it.
+  const LINKED = ["run", "open", "filter", "text", "sort", "axis"];
+
+  function linkTo(changes) {
+    const linked = { ...state, ...changes };
+    return `#${new URLSearchParams(LINKED.filter((name) => linked[name]).map((name) => [name, linked[name]]))}`;
+  }
+
+  function saveState() {
+    const link = linkTo({});
+    if (link !== (location.hash || "#")) history.replaceState(null, "", link);
+  }
+
+  function loadState() {
+    const parts = new URLSearchParams(location.hash.slice(1));
+    const run = Number(parts.get("run"));
+    for (const name of LINKED) state[name] = parts.get(name) ?? "";
+    state.run = data.runs[run] ? run : 0;
+    state.open ||= null;
+    if (!AXES.some(([name]) => name === state.axis)) state.axis = "";
+    if (!data.runs[state.run].groups.columns.includes(state.sort)) state.sort = "";
+  }
 
   function make(tag, attributes = {}, ...children) {
     const node = document.createElement(tag);
@@ -78,7 +101,7 @@
   }
 
   // Of a run that goes on, what was opened stays open.
-  const opened = new Set();
+  const opened = new Set(["differences"]);
 
   function numbers(key, columns, rows, total, title = "Numbers") {
     const body = make("div", { class: "numbers", tabindex: "0", role: "region", "aria-label": "numbers" });
@@ -103,6 +126,31 @@
       draw(entry.target, entry.target.spec, entry.target.id);
     }
   }, { rootMargin: "600px" });
+
+  const AXES = [["", "batches and steps"], ["tokens", "response tokens"], ["minutes", "minutes"]];
+
+  // The value at a place of a line of points.
+  function valueAt(points, x) {
+    const after = points.findIndex((each) => each[0] >= x);
+    if (after < 0) return points.at(-1)?.[1];
+    if (after === 0) return points[0][1];
+    const [[x0, y0], [x1, y1]] = [points[after - 1], points[after]];
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0 || 1);
+  }
+
+  // A curve over batches or steps, over another axis.
+  function overAxis(spec) {
+    const x = spec.encoding.x;
+    if (!state.axis || !["batch", "step"].includes(x.title) || x.type !== "quantitative") return spec;
+    const progress = Object.fromEntries(data.runs.map((run) => [run.name, run.progress]));
+    const values = spec.data.values.map((point) => {
+      const of = progress[point.run], seconds = valueAt(of[x.title], point.x);
+      return { ...point, x: state.axis === "minutes" ? seconds / 60 : valueAt(of.tokens, seconds) };
+    }).filter((point) => point.x !== undefined && !Number.isNaN(point.x));
+    const title = AXES.find(([name]) => name === state.axis)[1];
+    const tooltip = spec.encoding.tooltip.map((each) => each.field === "x" ? { ...each, title } : each);
+    return { ...spec, data: { values }, encoding: { ...spec.encoding, tooltip, x: { ...x, title, axis: { tickCount: 6, format: state.axis === "minutes" ? ",.4~g" : "~s" } } } };
+  }
 
   function chartBox(id, spec) {
     const box = make("div", { class: "chart", id });
@@ -130,6 +178,9 @@
       box.append(make("dl", { class: "facts" }, ...run.facts.map(([name, value]) =>
         make("div", {}, make("dt", {}, name), make("dd", { "data-fact": name }, value)))));
       box.append(make("p", { class: "sentence", "data-sentence": true }, run.sentence));
+      if (run.settings.length) {
+        box.append(numbers(`settings of ${place}`, ["setting", "value"], run.settings, run.settings.length, `Settings, versions and commit: ${run.settings.length}`));
+      }
       for (const note of run.notes) box.append(make("p", { class: "note" }, note));
       if (run.failures.length) {
         const key = `errors of ${run.name}`;
@@ -144,13 +195,18 @@
       }
       return box;
     }));
+    if (data.runs.length > 1) {
+      const names = data.runs.map((run) => run.name), rows = data.differences;
+      $("overview").prepend(numbers("differences", ["setting", ...names], rows, rows.length, `Settings that differ: ${rows.length}`));
+    }
   }
 
   function showCurves() {
+    $("axis").replaceChildren(...AXES.map(([name, words]) => make("option", { value: name, selected: name === state.axis }, words)));
     const focused = document.activeElement?.closest?.("[data-curve]")?.dataset.curve;
     $("charts").replaceChildren(...data.curves.map((curve) => make("figure", { "data-curve": curve.id },
       make("figcaption", {}, make("h3", {}, curve.title), curve.about ? make("p", {}, curve.about) : null),
-      chartBox(`curve-${curve.id}`, curve.spec),
+      chartBox(`curve-${curve.id}`, overAxis(curve.spec)),
       numbers(curve.title, curve.columns, curve.rows, curve.points))));
     if (data.constants.length) {
       $("charts").append(make("figure", { "data-curve": "constants", class: "wide" },
@@ -168,7 +224,7 @@
     return typeof value === "number" ? value.toLocaleString("en", { maximumSignificantDigits: 5 }) : String(value);
   }
 
-  const HIDDEN = new Set(["tags"]);
+  const HIDDEN = new Set(["tags", "prompt_key"]);
   const TEXTS = new Set(["prompt", "status", "id"]);
 
   function chosenRows() {
@@ -176,7 +232,7 @@
     const at = Object.fromEntries(columns.map((name, place) => [name, place]));
     const text = state.text.toLowerCase();
     const found = rows.filter((row) => (!state.filter || row[at.tags].includes(state.filter))
-      && (!text || row[at.prompt].toLowerCase().includes(text) || row[at.id] === state.text));
+      && (!text || row[at.prompt].toLowerCase().includes(text) || row[at.id] === state.text || search.ids.has(row[at.id])));
     if (state.sort) {
       const place = at[state.sort], sign = state.down ? -1 : 1;
       found.sort((a, b) => {
@@ -188,24 +244,58 @@
     return found;
   }
 
+  // Groups whose conversations have the text.
+  const search = { ids: new Set(), about: "", timer: 0 };
+
+  async function searchTexts() {
+    const { run, text } = state;
+    Object.assign(search, { ids: new Set(), about: "" });
+    if (!text) return showTable();
+    const found = await (data.conversations ? searchFile(run, text) : searchServer(run, text));
+    if (state.run !== run || state.text !== text) return;
+    search.ids = new Set(found.ids);
+    search.about = `Searched the prompts and responses of ${found.searched.toLocaleString("en")} of ${found.total.toLocaleString("en")} groups.`;
+    showTable();
+  }
+
+  function searchFile(run, text) {
+    const small = text.toLowerCase();
+    const said = (turn) => [...turn.messages, turn.reply];
+    const within = (each) => [...each.turns.flatMap(said), ...each.after].some((message) =>
+      [message.content, message.reasoning_content, message.tool_calls].some((part) => String(part ?? "").toLowerCase().includes(small)));
+    const all = Object.entries(data.conversations).filter(([key]) => key.startsWith(`${run}/`));
+    const ids = all.filter(([, group]) => group.responses.some(within)).map(([, group]) => group.id);
+    return { ids, searched: all.length, total: data.runs[run].groups.total };
+  }
+
+  async function searchServer(run, text) {
+    const answer = await fetch(`search/${run}/${encodeURIComponent(text)}`).catch(() => null);
+    return answer?.ok ? answer.json() : { ids: [], searched: 0, total: data.runs[run].groups.total };
+  }
+
   function showTools() {
     const groups = data.runs[state.run].groups;
     const set = (change) => () => { Object.assign(state, change, { page: 0 }); showGroups(); };
     const button = (name, words, title, count) => make("button", {
       type: "button", "aria-pressed": String(state.filter === name), title, "data-filter": name, onclick: set({ filter: name }),
     }, `${words} ${count.toLocaleString("en")}`);
-    const search = make("input", { type: "search", placeholder: "Search in prompts as listed", "aria-label": "Search in prompts as listed", title: "Searches the beginning of each prompt that this table lists, not the rest of it, nor responses.", value: state.text });
-    search.addEventListener("input", () => { state.text = search.value; state.page = 0; showTable(); });
+    const input = make("input", { type: "search", placeholder: "Search in prompts and responses", "aria-label": "Search in prompts and responses", value: state.text });
+    input.addEventListener("input", () => {
+      state.text = input.value; state.page = 0;
+      clearTimeout(search.timer);
+      search.timer = setTimeout(searchTexts, 300);
+    });
     const runs = make("select", { "aria-label": "Run", onchange: (event) => {
       Object.assign(state, { run: Number(event.target.value), page: 0, open: null });
-      $("group").hidden = true; showGroups();
+      $("group").hidden = true; showGroups(); searchTexts();
     } }, ...data.runs.map((run, place) => make("option", { value: place, selected: place === state.run }, run.name)));
     $("tools").replaceChildren(...(data.runs.length > 1 ? [runs] : []),
       button("", "All", "every group", groups.rows.length),
-      ...data.filters.map(([name, words, title]) => button(name, words, title, groups.counts[name])), search);
+      ...data.filters.map(([name, words, title]) => button(name, words, title, groups.counts[name])), input);
   }
 
   function showTable() {
+    saveState();
     const groups = data.runs[state.run].groups;
     const names = groups.columns.filter((name) => !HIDDEN.has(name));
     const rows = chosenRows();
@@ -236,6 +326,7 @@
     $("pages").replaceChildren(
       make("button", { type: "button", disabled: state.page === 0, onclick: move(-1) }, "Previous"),
       make("span", { "data-count": rows.length }, `${rows.length.toLocaleString("en")} groups, page ${state.page + 1} of ${pages}`),
+      make("span", { class: "note", "data-searched": true }, state.text ? search.about : ""),
       make("button", { type: "button", disabled: state.page === pages - 1, onclick: move(1) }, "Next"),
       ...(groups.total > groups.rows.length
         ? [make("span", { class: "note" }, `The newest ${groups.rows.length.toLocaleString("en")} of ${groups.total.toLocaleString("en")} groups.`)] : []));
@@ -254,6 +345,7 @@
 
   async function showGroup(id, focus) {
     state.open = id;
+    saveState();
     for (const row of document.querySelectorAll("#table tbody tr")) row.setAttribute("aria-selected", String(row.dataset.id === id));
     const box = $("group");
     const found = await fetchGroup(id).catch((error) => ({ missing: `The viewer does not answer: ${error.message}` }));
@@ -264,10 +356,25 @@
     } else {
       const strips = make("div", {});
       const fill = () => strips.replaceChildren(...found.responses.map(response));
-      box.replaceChildren(make("h3", {}, `Group ${id}`), colourChoice(found, fill), strips);
+      box.replaceChildren(make("h3", {}, `Group ${id}`), ...samePrompt(id), colourChoice(found, fill), strips);
       fill();
     }
     if (focus) { box.focus({ preventScroll: true }); box.scrollIntoView({ block: "start" }); }
+  }
+
+  // The groups with the prompt of a group, over the epochs of a run.
+  function samePrompt(id) {
+    const { columns, rows } = data.runs[state.run].groups;
+    const at = Object.fromEntries(columns.map((name, place) => [name, place]));
+    const key = rows.find((row) => row[0] === id)?.[at.prompt_key];
+    if (!key) return [];
+    const names = ["batch", "id", "status", "reward", "best", "worst", "tokens"];
+    const same = rows.filter((row) => row[at.prompt_key] === key).sort((a, b) => a[at.batch] - b[at.batch]);
+    const link = (row) => make("a", { href: linkTo({ open: row[0] }), "aria-current": row[0] === id ? "true" : null }, row[0]);
+    return [make("p", { class: "note" }, `Groups with this prompt, from the first batch to the last: ${same.length}`),
+      make("div", { class: "numbers", id: "same-prompt" }, make("table", {},
+        make("thead", {}, make("tr", {}, ...names.map((name) => make("th", { scope: "col" }, name)))),
+        make("tbody", {}, ...same.map((row) => make("tr", {}, ...names.map((name) => make("td", {}, name === "id" ? link(row) : shown(row[at[name]]))))))))];
   }
 
   const KINDS = [
@@ -441,9 +548,23 @@
     begin();
   }
 
+  // What the address leads to.
+  function showLinked() {
+    const { open } = state;
+    showGroups();
+    searchTexts();
+    if (open) showGroup(open, true);
+  }
+
   function begin() {
     $("live").textContent = "";
-    showOverview(); showCurves(); showGroups();
+    loadState();
+    showOverview(); showCurves(); showLinked();
+    addEventListener("hashchange", () => {
+      // Not the link to the groups.
+      if (location.hash.includes("=")) { loadState(); showCurves(); showLinked(); }
+    });
+    $("axis").addEventListener("change", (event) => { state.axis = event.target.value; saveState(); showCurves(); });
     dark.addEventListener("change", redraw);
     let soon = 0, width = innerWidth;
     addEventListener("resize", () => {
