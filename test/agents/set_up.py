@@ -61,7 +61,9 @@ def _package_files() -> list[Path]:
 
 def _install_python(folder: Path, pins: Path) -> None:
     venv.create(folder, with_pip=False, symlinks=True)
-    install_packages(folder / "bin/python", ["--requirement", pins])
+    # Pins are complete; those of libraries have their packages in the tests' own.
+    arguments = ["--no-deps", "--requirement", pins]
+    install_packages(folder / "bin/python", arguments)
 
 
 def _install_node(folder: Path, pins: Path) -> None:

@@ -49,7 +49,7 @@ def test_weights_that_are_no_numbers(make, weight):
         make(rewards={"a": (lambda conversation, task: 1.0, weight)})
 
 
-@pytest.mark.parametrize("kind", ["function", "coroutine", "narrow", "part"])
+@pytest.mark.parametrize("kind", ["function", "coroutine", "narrow", "part", "ids"])
 def test_trl(make, kind):
     """Columns as lists, texts for a text, and a value for each completion."""
     seen = []
@@ -68,8 +68,11 @@ def test_trl(make, kind):
     def part(completions, **columns):
         return [None, *(float(len(text)) for text in completions[1:])]
 
+    def ids(completion_ids):
+        return [float(len(each)) for each in completion_ids]
+
     chosen = {"function": score, "coroutine": waits, "narrow": narrow, "part": part}
-    found = take(one_batch(make, {"a": chosen[kind]}))
+    found = take(one_batch(make, {"a": {**chosen, "ids": ids}[kind]}))
     assert found["a"] == found["reward"]
     assert all(value > 0 for value in found["a"]) is (kind != "part")
     for prompts, completions, ids, columns in seen:

@@ -3,8 +3,8 @@
 All become functions ``(conversations, task) -> list of numbers`` or ``(conversation,
 task) -> number`` with a weight. Which kind a function is, its parameters say:
 
-- ``completions``: TRL's, called with the columns of the group as lists. Source:
-  ``_calculate_rewards`` in ``trl/trainer/grpo_trainer.py``;
+- ``completions`` or ``completion_ids``: TRL's, called with the columns of the group as
+  lists. Source: ``_calculate_rewards`` in ``trl/trainer/grpo_trainer.py``;
 - ``solution_str``: verl's ``compute_score``. Source:
   ``verl/workers/reward_manager/naive.py``;
 - anything else is called with ``(conversation, task)``. Functions whose parameters have
@@ -35,6 +35,7 @@ RewardFunctions: TypeAlias = (
 """One function, several, or several with names, and weights if wanted."""
 
 
+_COMPLETIONS = ("completions", "completion_ids")
 _TRAINER_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
 _FOREIGN_NAMES = frozenset(
     {
@@ -117,7 +118,7 @@ def _read(
     role = f"The reward function {spelt!r}"
     parameters = parameters_of(function)
     call: Callable[..., Any] = function
-    if "completions" in parameters:
+    if not parameters.keys().isdisjoint(_COMPLETIONS):
         _refuse_trainer(role, parameters)
         call, of_group = _TrlReward(function, role, query_key), True
     elif "solution_str" in parameters:
@@ -197,7 +198,7 @@ class _Adapted:
         return {name: arguments[name] for name in parameters if name in arguments}
 
 
-_OF_TRL = ("prompts", "completions", "completion_ids")
+_OF_TRL = ("prompts", *_COMPLETIONS)
 """Arguments of TRL's functions that are not columns."""
 
 
