@@ -7,6 +7,8 @@ import gc
 import os
 import pickle
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +35,8 @@ def make_agent(verifiers_python) -> Iterator[Any]:
 
     def make(taskset="weather_taskset", *, variables=(), **arguments):
         environment = {"PYTHONPATH": str(CLIENTS), **dict(variables)}
-        arguments = {"harness": "null", "python": verifiers_python, **arguments}
+        harness = {"id": "talking_harness", "turns": 1}
+        arguments = {"harness": harness, "python": verifiers_python, **arguments}
         agents.append(VerifiersAgent(taskset, environment=environment, **arguments))
         return agents[-1]
 
@@ -73,7 +76,7 @@ def run(gateway, agent, *, number=0, group_size=1):
 @pytest.mark.parametrize(("last", "reward"), [(RIGHT, 1.0), (WRONG, 0.0)])
 def test_tools_of_a_server_and_a_reward(make_agent, serve, last, reward):
     with serve([LOOK, last]) as (server, gateway):
-        agent = make_agent(variables={"WITH_TOOLS": "1"})
+        agent = make_agent(harness="null", variables={"WITH_TOOLS": "1"})
         (session,) = run(gateway, agent)
         assert session.reward == reward
         rows = gateway.to_tensordict([session])
@@ -99,6 +102,8 @@ def test_traces_of_one_episode_have_their_own_rewards(make_agent, serve):
     with serve([RIGHT, WRONG, RIGHT]) as (_, gateway):
         agent = make_agent(env={"id": "best-of-n", "n": 3})
         (session,) = run(gateway, agent)
+        assert session.metrics["right"] == session.metrics["best"] == 2 / 3
+        assert session.metrics["pass_at_n"] == 1.0
         assert session.reward is None
         assert set(session.agent_rewards) == {"agent", "agent-2", "agent-3"}
         by_agent = {turn.model: turn.text for turn in session.turns}
@@ -109,15 +114,68 @@ def test_traces_of_one_episode_have_their_own_rewards(make_agent, serve):
         assert sorted(rewards.flatten().tolist()) == [0.0, 1.0, 1.0]
 
 
-def test_a_reward_of_ones_own_reads_rewards_and_metrics(make_agent, serve):
-    def reward(task, episode):
-        (trace,) = episode["traces"]
-        assert trace["rewards"] == {"right": 1.0}
-        return trace["metrics"]["letters"] + task["task"]
+def reward(task, episode):
+    (trace,) = episode["traces"]
+    assert trace["rewards"] == {"right": 1.0}
+    # On the event loop of the episodes, nothing else would run meanwhile.
+    assert threading.current_thread().name == "torchrl_sglang-rewards"
+    return trace["metrics"]["letters"] + task["task"]
 
+
+async def awaited_reward(task, episode):
+    (trace,) = episode["traces"]
+    return trace["metrics"]["letters"] + task["task"]
+
+
+@pytest.mark.parametrize("reward", [reward, awaited_reward])
+def test_a_reward_function_reads_rewards_and_metrics(make_agent, serve, reward):
     with serve([RIGHT]) as (_, gateway):
         (session,) = run(gateway, make_agent(reward=reward))
         assert session.reward == len(RIGHT.text)
+        assert session.metrics == {"right": 1.0, "letters": float(len(RIGHT.text))}
+        metrics = gateway.to_tensordict([session])["next", "metrics"]
+        assert metrics["right"].item() == 1.0
+
+
+def test_a_reward_that_is_no_function_is_refused():
+    with pytest.raises(ConfigurationError, match="reward must be a function"):
+        VerifiersAgent("weather_taskset", python=sys.executable, reward="right")
+
+
+RETRIES = {"retries": {"max_retries": 1}}
+
+
+@pytest.mark.parametrize("env", [RETRIES, {"agent": RETRIES}], ids=["episode", "agent"])
+def test_an_attempt_that_verifiers_repeats_is_not_trained(make_agent, serve, env):
+    harness = {"id": "talking_harness", "turns": 2}
+    with serve([WRONG, Reply(text="raise"), WRONG, RIGHT]) as (_, gateway):
+        (session,) = run(gateway, make_agent(env=env, harness=harness))
+        assert [turn.text for turn in session.turns][-1] == RIGHT.text
+        assert len(session.turns) == 2
+        (trajectory,) = session.trajectories()
+        assert trajectory.reward == 1.0
+
+
+def test_a_repeated_attempt_of_several_is_not_trained(make_agent, serve):
+    with serve([RIGHT, Reply(text="raise"), WRONG]) as (_, gateway):
+        agent = make_agent(env={"id": "best-of-n", "n": 2, "agent": RETRIES})
+        (session,) = run(gateway, agent)
+        assert session.agent_rewards == {"agent": 1.0, "agent-3": 0.0}
+        assert {turn.model for turn in session.turns} == {"agent", "agent-3"}
+
+
+def test_an_endless_line_of_errors_is_cut(tmp_path):
+    program = tmp_path / "program"
+    program.write_text(
+        "#!/bin/sh\nhead -c 4000000 /dev/zero | tr '\\0' x >&2\nexit 3\n"
+    )
+    program.chmod(0o755)
+    with (
+        VerifiersAgent("weather_taskset", python=program) as agent,
+        pytest.raises(ConfigurationError, match="ended with status 3") as failure,
+    ):
+        agent.prompts()
+    assert len(str(failure.value)) < 2**18
 
 
 def test_a_failed_episode_is_an_error_with_its_reason(make_agent, serve):

@@ -65,7 +65,7 @@ class AgentGroups(GroupKind):
         gateway (Gateway): its sampling parameters and template are used, and the engine
             is the policy's. It must have been started.
         agent: ``async def agent(task, *, base_url, api_key)`` with a client of OpenAI's
-            or Anthropic's protocol. It returns a reward.
+            or Anthropic's protocol. It returns a reward, or an :class:`.AgentResult`.
         num_threads (int): most threads for agents that are not coroutine functions.
             Defaults to 16.
 
@@ -147,7 +147,7 @@ class AgentGroupMaker(GroupMaker):
         try:
             with naming(self._role), span("agent", session=session.name):
                 remember(session)
-                reward = await run_agent(
+                result = await run_agent(
                     self._agent,
                     task,
                     session,
@@ -158,8 +158,9 @@ class AgentGroupMaker(GroupMaker):
             self.generating.add(-1)
             # The group keeps what it said.
             self._gateway.drop(session)
-        if reward is not None:
-            session.set_reward(reward)
+        session.set_metrics(result.metrics)
+        if result.reward is not None:
+            session.set_reward(result.reward)
         if not session.turns:
             raise CollectionError(
                 "An agent ended without a request to its session that was answered; "

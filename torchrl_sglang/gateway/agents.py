@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from torchrl_sglang.errors import ConfigurationError, GatewayError
@@ -20,8 +21,25 @@ from torchrl_sglang.support.user_code import (
 )
 
 Agent: TypeAlias = Callable[..., Any]
-"""``async def agent(task, *, base_url, api_key)``; it returns a reward, or ``None`` if
-it sets rewards itself. A plain function runs in a thread."""
+"""``async def agent(task, *, base_url, api_key)``; it returns a reward, an
+:class:`AgentResult`, or ``None`` if it sets rewards itself. A plain function runs in a
+thread."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgentResult:
+    """The reward of an agent with further numbers for logs.
+
+    Examples:
+        >>> async def agent(task, *, base_url, api_key):
+        ...     return AgentResult(reward=1.0, metrics={"tool_calls": 3})
+    """
+
+    reward: float | None
+    """Reward of the session; ``None``: it is set elsewhere."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name -> finite number. The mean over sessions is ``metrics/NAME`` in the logs of
+    a run, and ``("next", "metrics", NAME)`` of the session's rows has the number."""
 
 
 async def run_agents(
@@ -85,16 +103,17 @@ async def _run_in_session(
 ) -> Session:
     session = gateway.session(group=group)
     try:
-        reward = await run_agent(
+        result = await run_agent(
             agent, task, session, blocking=blocking, seconds=timeout
         )
+        gateway.set_metrics(session, result.metrics)
     except BaseException as error:
         gateway.drop(session)
         if isinstance(error, CallTimeoutError):
             raise TimeoutError(f"It took longer than timeout={timeout} s.") from error
         raise
-    if reward is not None:
-        gateway.set_reward(session, reward)
+    if result.reward is not None:
+        gateway.set_reward(session, result.reward)
     return session
 
 
@@ -105,16 +124,17 @@ async def run_agent(
     *,
     blocking: BlockingCalls,
     seconds: float,
-) -> float | None:
-    """Runs an agent in its session and returns its reward."""
-    reward = await blocking.call(
+) -> AgentResult:
+    """Runs an agent in its session and returns its reward and metrics."""
+    value = await blocking.call(
         agent, task, base_url=session.base_url, api_key=session.key, seconds=seconds
     )
-    if reward is None:
-        return None
+    result = value if isinstance(value, AgentResult) else AgentResult(reward=value)
     try:
-        return as_reward(reward)
+        reward = None if result.reward is None else as_reward(result.reward)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"agent returned {reward!r}; it returns a reward, a finite number, or None."
+            f"agent returned {value!r}; it returns a reward, a finite number, an "
+            f"AgentResult, or None."
         ) from error
+    return replace(result, reward=reward)

@@ -103,6 +103,9 @@ def _to_row(session: Session, trajectory: Trajectory, *, last: bool) -> TensorDi
     }
     reward = 0.0 if trajectory.reward is None else trajectory.reward
     following = {"reward": torch.full((1, 1), reward), **outputs.ends(terminated=last)}
+    if session.metrics:
+        numbers = {k: torch.full((1, 1), v) for k, v in session.metrics.items()}
+        following["metrics"] = outputs.unchecked(numbers)
     return outputs.unchecked({**root, "next": outputs.unchecked(following)})
 
 

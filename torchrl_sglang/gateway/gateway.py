@@ -33,7 +33,7 @@ from torchrl_sglang.gateway.recorded import publish_session
 from torchrl_sglang.gateway.responder import Responder, prompt_threads
 from torchrl_sglang.gateway.routes.app import make_app
 from torchrl_sglang.gateway.runner import Runner
-from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.session import RewardTarget, Session
 from torchrl_sglang.gateway.store import Store
 from torchrl_sglang.gateway.tool_grammar import GRAMMARS
 from torchrl_sglang.gateway.turns import Turn
@@ -450,6 +450,45 @@ class Gateway(Responder):
         target = session.set_reward(reward, turn=turn, agent=agent, branch=branch)
         if self.keeper.store is not None:
             self.keeper.store.save_reward(session, target, as_reward(reward))
+
+    def set_metrics(self, session: Session, metrics: Mapping[str, float]) -> None:
+        """Sets numbers of a session by name, for the logs of a run.
+
+        They stand in ``("next", "metrics", NAME)`` of its rows. A later number of the
+        same name replaces the earlier one.
+
+        Args:
+            session: of this gateway.
+            metrics: name -> finite number.
+
+        Raises:
+            ConfigurationError: if a name is no text, or a number is not finite.
+            GatewayError: if the file cannot be written, or was closed.
+        """
+        self._check_file()
+        session.set_metrics(metrics)
+        if self.keeper.store is not None:
+            for name in metrics:
+                target = RewardTarget("metric", name)
+                self.keeper.store.save_reward(session, target, session.metrics[name])
+
+    def discard(self, session: Session, agent: str) -> None:
+        """Removes the turns of an agent, such as of an attempt that began anew.
+
+        Turns that another agent continues stay.
+
+        Args:
+            session: of this gateway.
+            agent: the ``model`` that its requests name.
+
+        Raises:
+            GatewayError: if the file cannot be written, or was closed.
+        """
+        self._check_file()
+        turns = [turn for turn in session.turns if turn.model == agent]
+        # The latest first: a turn with a continuation stays.
+        self.keeper.withdraw(session, turns[::-1])
+        session.agent_rewards.pop(agent, None)
 
     def to_tensordict(
         self, sessions: Iterable[Session] | None = None

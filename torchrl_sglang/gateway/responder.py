@@ -95,6 +95,14 @@ class Responder(abc.ABC):
         """Sets the reward of a session or of a part of it."""
 
     @abc.abstractmethod
+    def set_metrics(self, session: Session, metrics: Mapping[str, float]) -> None:
+        """Sets numbers of a session by name."""
+
+    @abc.abstractmethod
+    def discard(self, session: Session, agent: str) -> None:
+        """Removes the turns of an agent."""
+
+    @abc.abstractmethod
     async def metrics(self, accept: str) -> tuple[str, bytes]:
         """Returns the content type and the text of the metrics."""
 

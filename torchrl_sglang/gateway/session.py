@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from operator import attrgetter
@@ -35,7 +35,7 @@ from torchrl_sglang.gateway.branches import (
 from torchrl_sglang.gateway.credit import TrainedRule, every_turn
 from torchrl_sglang.gateway.trajectories import Trajectory, find_trajectories
 from torchrl_sglang.gateway.turns import Prompt, Turn, go_on
-from torchrl_sglang.support.checks import as_reward
+from torchrl_sglang.support.checks import as_reward, check_mapping
 
 EDITED_TURNS = 4
 """Latest turns with a prompt to compare with an edited response."""
@@ -80,6 +80,7 @@ class Session:
         reward (float | None): reward of the session as a whole.
         agent_rewards (dict): rewards of agents, by the ``model`` in their requests.
         branch_rewards (dict): rewards of branches, by the number of their first turn.
+        metrics (dict): further numbers of the session by name, for logs.
         discount (float): discount of a reward, for each turn before it.
         url (str): base URL for Anthropic's clients; empty while no gateway listens.
         turns (list[Turn]): turns seen by clients, in the order of their numbers.
@@ -100,6 +101,7 @@ class Session:
         self.reward: float | None = None
         self.agent_rewards: dict[str, float] = {}
         self.branch_rewards: dict[int, float] = {}
+        self.metrics: dict[str, float] = {}
         self.discount = 1.0
         self.began(time.time())
         self.expires: float | None = None
@@ -510,6 +512,22 @@ class Session:
         self.reward = value
         return RewardTarget("session", "")
 
+    def set_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Sets numbers of the session by name; see the gateway's.
+
+        Raises:
+            ConfigurationError: if a name is no text, or a value is not finite.
+        """
+        for name, value in check_mapping("metrics", metrics).items():
+            if not isinstance(name, str):
+                raise ConfigurationError(f"A metric's name is a text, not {name!r}.")
+            try:
+                self.metrics[name] = as_reward(value)
+            except ConfigurationError as error:
+                raise ConfigurationError(
+                    f"The metric {name!r} must be a finite number, got {value!r}."
+                ) from error
+
     def _check_agent(self, agent: Any) -> None:
         models = sorted({turn.model for turn in self.turns})
         if agent not in models:
@@ -525,6 +543,7 @@ class Session:
         copied.turns = [replace(turn) for turn in self.turns]
         copied.agent_rewards = dict(self.agent_rewards)
         copied.branch_rewards = dict(self.branch_rewards)
+        copied.metrics = dict(self.metrics)
         return copied
 
     def trajectories(self) -> list[Trajectory]:

@@ -294,6 +294,8 @@ class Store:
             for key, kind, name, reward in rows:
                 if kind == "agent":
                     sessions[key].agent_rewards[name] = reward
+                elif kind == "metric":
+                    sessions[key].metrics[name] = reward
                 else:
                     sessions[key].branch_rewards[int(name)] = reward
             return list(sessions.values())

@@ -7,8 +7,9 @@ which the turns of a conversation and the conversations of a group are consecuti
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeAlias
 
 import torch
 from tensordict import TensorDictBase
@@ -101,6 +102,26 @@ def conversation_returns(
     return returns, conversation
 
 
+def groups_of_agents(
+    rows: TensorDictBase, conversation: Tensor, group_size: int
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yields each group with a conversation of agents that differ in their rewards.
+
+    An agent is known by the ``model`` of its requests. Yields the group's number, a
+    mask ``(B,)`` of its rows, and their rewards.
+    """
+    rewards = row_rewards(rows)
+    by_model: dict[int, dict[Any, float]] = defaultdict(dict)
+    of_rows = zip(conversation.tolist(), rows.unbind(0), rewards.tolist(), strict=True)
+    for number, row, reward in of_rows:
+        request = row.get("request", None)
+        by_model[number][None if request is None else request["model"]] = reward
+    differ = (n for n, of in by_model.items() if len(set(of.values())) > 1)
+    for group in sorted({number // group_size for number in differ}):
+        mask = conversation // group_size == group
+        yield group, mask, rewards[mask]
+
+
 class GroupAdvantage:
     """Adds ``"advantage"`` to a batch of whole groups, float32 of shape ``(B, 1, 1)``.
 
@@ -113,8 +134,9 @@ class GroupAdvantage:
         kind: a name of :data:`ADVANTAGES`, or a function of the same signature.
             Defaults to ``"standardized"``.
         trajectory_return: ``"sum"`` adds the rewards of a conversation's turns up;
-            ``"mean"`` is for agents, each of whose rows has the whole reward. Defaults
-            to ``"sum"``.
+            ``"mean"`` is for agents, each of whose rows has the whole reward. Where
+            the agents of a session have rewards of their own, each row of its group has
+            an advantage of its own, among all rows of the group. Defaults to ``"sum"``.
 
     Raises:
         ConfigurationError: if an argument is invalid, or, when called, a batch does not
@@ -163,7 +185,16 @@ class GroupAdvantage:
                 f"rows does not consist of whole groups of {self.group_size}; give the "
                 f"collector the same group_size."
             )
-        returns = returns.view(-1, self.group_size)
+        advantages = self._advantages(returns.view(-1, self.group_size))
+        of_rows = advantages.flatten()[conversation]
+        if self._trajectory_return == "mean":
+            groups = groups_of_agents(batch, conversation, self.group_size)
+            for _, mask, rewards in groups:
+                of_rows[mask] = self._advantages(rewards[None])[0]
+        return batch.set("advantage", of_rows.view(-1, 1, 1))
+
+    def _advantages(self, returns: Tensor) -> Tensor:
+        """Returns the checked advantages of groups of the same size."""
         advantages = self._compute(returns)
         if not isinstance(advantages, Tensor) or advantages.shape != returns.shape:
             raise ConfigurationError(
@@ -181,5 +212,4 @@ class GroupAdvantage:
                 f"numbers, also where all returns are equal: add a small number to a "
                 f"deviation that it divides by."
             )
-        of_rows = advantages.flatten()[conversation]
-        return batch.set("advantage", of_rows.view(-1, 1, 1))
+        return advantages

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from torchrl_sglang.objectives.advantages import (
     REWARD,
     TrajectoryReturn,
     conversation_returns,
+    groups_of_agents,
     row_rewards,
 )
 from torchrl_sglang.objectives.columns import POLICY_VERSIONS
@@ -104,15 +106,20 @@ def describe(
     """Returns metrics of a whole batch before it is trained on.
 
     ``batch/reward`` and ``reward_std`` of conversations, ``reward/NAME`` of each named
-    reward, ``response_tokens`` that the policy wrote of a response, ``truncated``, the
-    share of responses that were cut off, where it is known, ``flat_groups``, the share
-    of groups without variance, ``turns`` of a conversation, ``tokens`` that the policy
-    wrote, ``age`` and ``age_max`` in weight updates. A response of ``max_tokens`` was
+    reward, ``metrics/NAME`` of agents, ``response_tokens`` that the policy wrote of a
+    response, ``truncated``, the share of responses that were cut off, where it is
+    known, ``flat_groups``, the share of groups without variance, ``turns`` of a
+    conversation, ``tokens`` that the policy wrote, ``age`` and ``age_max`` in weight
+    updates. A response of ``max_tokens`` was
     cut off, unless its ``generation_info`` differs.
     """
-    returns, _ = conversation_returns(batch, trajectory_return)
+    returns, conversation = conversation_returns(batch, trajectory_return)
     groups = returns.view(-1, group_size)
     flat = (groups.max(-1).values - groups.min(-1).values) < 1e-9
+    if trajectory_return == "mean":
+        # Agents that differ in a session are compared one by one.
+        for number, _, _ in groups_of_agents(batch, conversation, group_size):
+            flat[number] = False
     rows = batch.unbind(0)
     lengths = [count_written(row) for row in rows]
     ages = [
@@ -125,6 +132,7 @@ def describe(
         "batch/reward": returns.mean().item(),
         "batch/reward_std": groups.std(-1).mean().item() if group_size > 1 else 0.0,
         **_named_rewards(batch),
+        **_metrics(batch),
         "batch/response_tokens": sum(lengths) / len(lengths),
         **_truncated(rows, lengths, max_tokens),
         "batch/flat_groups": flat.float().mean().item(),
@@ -145,7 +153,7 @@ def describe_held_out(
     """Returns metrics of responses to held-out prompts, one to each.
 
     ``eval/reward``, ``eval/response_tokens``, ``eval/truncated`` where it is known, and
-    ``eval_reward/NAME``.
+    ``eval_reward/NAME`` and ``eval_metrics/NAME``.
     """
     metrics = describe(
         batch,
@@ -154,7 +162,8 @@ def describe_held_out(
         max_tokens=max_tokens,
         trajectory_return=trajectory_return,
     )
-    named = {f"eval_{k}": v for k, v in metrics.items() if k.startswith("reward/")}
+    prefixes = ("reward/", "metrics/")
+    named = {f"eval_{k}": v for k, v in metrics.items() if k.startswith(prefixes)}
     names = ("reward", "response_tokens", "truncated")
     rewards = {f"eval/{name}": metrics.get(f"batch/{name}") for name in names}
     return {name: value for name, value in rewards.items() if value is not None} | named
@@ -189,6 +198,17 @@ def _named_rewards(batch: TensorDictBase) -> dict[str, float]:
             values = [row["next", name].item() for row in ends]
             figures[f"reward/{name}"] = sum(values) / len(values)
     return figures
+
+
+def _metrics(batch: TensorDictBase) -> dict[str, float]:
+    """Returns the mean of each metric over the sessions that have it."""
+    values = defaultdict(list)
+    for row in batch.unbind(0):
+        metrics = row.get(("next", "metrics"), None)
+        if metrics is not None and row[DONE].any():
+            for name, value in metrics.items():
+                values[f"metrics/{name}"].append(value.item())
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def summarize(

@@ -18,6 +18,8 @@ from torchrl_sglang import (
     SGLangWrapper,
 )
 from torchrl_sglang.errors import CollectionError, ConfigurationError
+from torchrl_sglang.gateway.agents import AgentResult
+from torchrl_sglang.trainers.report import describe
 
 
 class Agent:
@@ -202,6 +204,23 @@ def test_agents_of_which_nothing_is_trained_fail(collect, engine):
         with pytest.raises(CollectionError, match="rule trained=.* the models ''"):
             list(collector)
         collector.shutdown()
+
+
+def test_metrics_of_an_agent_are_in_its_rows(collect):
+    class Counting(Agent):
+        async def __call__(self, task, **session):
+            reward = await super().__call__(task, **session)
+            metrics = {"calls": self.runs} if task["answer"] != "0" else {}
+            return AgentResult(reward=reward, metrics=metrics)
+
+    (batch,) = collect(Counting())
+    answers = [row["next", "reward"].item() for row in batch.unbind(0)]
+    assert len(set(answers)) > 1
+    found = [row.get(("next", "metrics"), None) for row in batch.unbind(0)]
+    assert [metrics is None for metrics in found] == [not a for a in answers]
+    about = describe(batch, policy_version=0, group_size=2, trajectory_return="mean")
+    values = [metrics["calls"].item() for metrics in found if metrics is not None]
+    assert about["metrics/calls"] == sum(values) / len(values)
 
 
 def test_rewards_that_an_agent_sets_itself(collect, engine):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 import sqlite3
 from contextlib import closing
+from threading import Lock
 
 import pytest
 import requests
@@ -16,6 +18,7 @@ from torchrl_sglang.chat.prompt_settings import PromptSettings
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.credit import trained_rule
 from torchrl_sglang.gateway.export import to_rows
+from torchrl_sglang.gateway.keeping import Keeper
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.turns import Prompt, Turn
 from torchrl_sglang.types import Completion
@@ -197,3 +200,51 @@ def test_over_http_and_in_the_file(fake_engine, tmp_path):
         gateway.drop(gateway.find(name="a"))
     with closing(sqlite3.connect(path)) as file, file:
         assert file.execute("select count(*) from rewards").fetchone() == (0,)
+
+
+def test_discarded_turns_and_metrics_over_http_and_in_the_file(fake_engine, tmp_path):
+    path = tmp_path / "s"
+    with Gateway(fake_engine, path=path) as gateway:
+        session = gateway.session("a")
+        messages = [{"role": "user", "content": "hello"}]
+        for name in ("first", "first", "second/2"):
+            answer = post(session, messages=messages, model=name)
+            messages += [message(answer), messages[0]]
+        post(session, messages=[{"role": "user", "content": "other"}], model="first")
+        gateway.set_reward(session, 1.0, agent="first")
+        gateway.set_metrics(session, {"right": 1.0, "calls/all": 2})
+        key = {"Authorization": f"Bearer {session.key}"}
+        url = f"{session.url}/agents/second%2F2"
+        assert requests.delete(url, timeout=30).status_code == 401
+        assert requests.delete(url, headers=key, timeout=30).ok
+        assert [turn.model for turn in session.turns] == ["first"] * 3
+        gateway.discard(session, "nobody")
+    with Gateway(fake_engine, path=path) as gateway:
+        (session,) = gateway.sessions
+        rows = gateway.to_tensordict()
+        assert [turn.model for turn in session.turns] == ["first"] * 3
+        assert session.agent_rewards == {"first": 1.0}
+        for row in rows:
+            metrics = row["next", "metrics"]
+            assert {k: v.item() for k, v in metrics.items()} == {
+                "right": 1.0,
+                "calls/all": 2.0,
+            }
+        gateway.discard(session, "first")
+        assert not session.turns
+        assert not session.agent_rewards
+
+
+def test_a_discarded_turn_stays_where_another_agent_continues_it():
+    session = Session("s")
+    first = add(session)
+    add(session, first, model="sub")
+    keeper = Keeper(Lock())
+    keeper.withdraw(session, session.turns[::-1][1:])
+    assert first in session.turns
+
+
+@pytest.mark.parametrize("metrics", [{"a": math.nan}, {"a": "1"}, {1: 1.0}, [1.0]])
+def test_metrics_that_are_no_numbers_are_refused(metrics):
+    with pytest.raises(ConfigurationError, match="metric"):
+        Session("s").set_metrics(metrics)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.objectives.llm import MCAdvantage
 
-from torchrl_sglang import GroupAdvantage
+from torchrl_sglang import GroupAdvantage, has_variance
+from torchrl_sglang.collectors.groups.filter import make_filter
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import ADVANTAGES
 
@@ -83,6 +84,26 @@ def test_rows_of_agents_have_the_whole_reward():
         row["next", "reward"].fill_(1.0)
     found = GroupAdvantage(SIZE, "centered", trajectory_return="mean")(batch)
     assert found["advantage"].flatten().tolist() == [0.5, 0.5, 0.5, -0.5, 0.5, -0.5]
+
+
+def test_agents_with_rewards_of_their_own_are_compared_with_each_other():
+    """As of a rubric that ranks the attempts in a session."""
+    rewards = [1.0, -1.0, 1.0, -1.0, 1.0, 0.0]
+    batch = batch_of([0.0, 0.0, 5.0, 0.0], turns=[2, 2, 1, 1])
+    for number, (row, reward) in enumerate(zip(batch.unbind(0), rewards, strict=True)):
+        row["next", "reward"].fill_(reward)
+        row["request"] = TensorDict(model=NonTensorData(f"agent-{number % 2}"))
+    by_two = GroupAdvantage(2, "centered", trajectory_return="mean")
+    found = by_two(batch)["advantage"].flatten().tolist()
+    assert found == [1.0, -1.0, 1.0, -1.0, 0.5, -0.5]
+    filters = make_filter(has_variance, of_agents=True)
+    assert filters(batch.unbind(0)[:4])
+    # Branches of one agent are one trajectory.
+    for row in batch.unbind(0):
+        row["request"] = TensorDict(model=NonTensorData("agent"))
+    found = by_two(batch)["advantage"].flatten().tolist()
+    assert found == [0.0, 0.0, 0.0, 0.0, 0.5, -0.5]
+    assert not filters(batch.unbind(0)[:4])
 
 
 def test_a_function():

@@ -13,10 +13,11 @@ from torchrl_sglang.errors import ConfigurationError, UserFunctionError
 from torchrl_sglang.objectives.advantages import (
     TrajectoryReturn,
     conversation_returns,
+    groups_of_agents,
 )
 
 KeepGroup: TypeAlias = Callable[[Sequence[float]], bool | Awaitable[bool]]
-"""Returns whether a group is trained on, from the returns of its conversations."""
+"""Returns whether a group is trained on, from the returns that are compared."""
 
 _ROLE = "The function keep_group"
 
@@ -49,7 +50,11 @@ def make_filter(
 
     def keeps(rows: list[TensorDictBase]) -> Any:
         how: TrajectoryReturn = "mean" if of_agents else "sum"
-        returns, _ = conversation_returns(LazyStackedTensorDict(*rows), how)
+        stack = LazyStackedTensorDict(*rows)
+        returns, conversation = conversation_returns(stack, how)
+        if of_agents:
+            for _, _, rewards in groups_of_agents(stack, conversation, len(returns)):
+                returns = rewards
         with naming(_ROLE):
             verdict = function(returns.tolist())
         return (

@@ -6,13 +6,14 @@ import asyncio
 import io
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
 import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -21,6 +22,7 @@ from queue import SimpleQueue
 from typing import Any, Self
 
 from torchrl_sglang.errors import ConfigurationError, UserFunctionError
+from torchrl_sglang.gateway.agents import AgentResult
 from torchrl_sglang.gateway.programs.process import (
     END_SECONDS,
     ProcessTree,
@@ -28,13 +30,23 @@ from torchrl_sglang.gateway.programs.process import (
     start_tree,
 )
 from torchrl_sglang.gateway.programs.program import INHERITED
+from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count, check_mapping, check_seconds
 
 TASK = "task"
 """Column of a task: its number in the taskset."""
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
+
 LOG_LINES = 30
+LOG_LINE_BYTES = 2**12
+"""Longer lines of its errors are cut."""
+
+MAX_ANSWER_BYTES = 2**26
+"""A longer line of its output is no answer."""
+
+REWARD_SECONDS = 3600.0
+"""Timeout of a function for the reward; the collector's own is usually shorter."""
 
 
 class VerifiersAgent:
@@ -68,9 +80,10 @@ class VerifiersAgent:
             have priority over the two above.
         sampling: sampling parameters in its requests. Defaults to none: the
             gateway's count.
-        reward: ``(task, episode)``, a function for the session's reward instead.
-            ``episode["traces"]`` has for each trace ``"agent"``, ``"reward"``,
-            ``"rewards"`` and ``"metrics"`` by name, ``"turns"`` and ``"stop"``.
+        reward: ``(task, episode)``, a function or a coroutine function for the
+            session's reward instead. ``episode["traces"]`` has for each trace
+            ``"agent"``, ``"role"``, ``"reward"``, ``"rewards"`` and ``"metrics"`` by
+            name, ``"turns"`` and ``"stop"``.
         num_tasks (int): most tasks. It bounds an infinite taskset. Defaults to 10,000.
         environment: variables of the process, beside ``PATH``, ``HOME`` and others.
         start_timeout (float): seconds for the start. Defaults to 300.
@@ -97,7 +110,7 @@ class VerifiersAgent:
         runtime: str | Mapping[str, Any] = "subprocess",
         env: Mapping[str, Any] | None = None,
         sampling: Mapping[str, Any] | None = None,
-        reward: Callable[[Mapping[str, Any], dict[str, Any]], float] | None = None,
+        reward: Callable[[Mapping[str, Any], dict[str, Any]], Any] | None = None,
         num_tasks: int = 10_000,
         environment: Mapping[str, str] | None = None,
         start_timeout: float = 300.0,
@@ -106,6 +119,8 @@ class VerifiersAgent:
             raise ConfigurationError(
                 f"taskset must be the id of a taskset of verifiers.v1, got {taskset!r}."
             )
+        if reward is not None and not callable(reward):
+            raise ConfigurationError(f"reward must be a function, got {reward!r}.")
         check_count("num_tasks", num_tasks)
         self._start_timeout = check_seconds("start_timeout", start_timeout)
         self._taskset = taskset
@@ -174,12 +189,13 @@ class VerifiersAgent:
 
     async def __call__(
         self, task: Mapping[str, Any], *, base_url: str, api_key: str
-    ) -> float | None:
-        """Runs an episode in a session and returns its reward.
+    ) -> AgentResult:
+        """Runs an episode in a session and returns its reward and metrics.
 
         Returns:
-            float: the reward of its trace; ``None`` if there are several, which have
-            their own.
+            AgentResult: the reward of its trace, or ``None`` if there are several,
+            which have their own; its rewards and metrics by name, means over the traces
+            of a role, with ``role/`` before the name if there are several roles.
 
         Raises:
             ConfigurationError: if the task does not exist, or the environment cannot be
@@ -201,10 +217,17 @@ class VerifiersAgent:
                 f"Task {number} of {self!r} failed: "
                 f"{'; '.join(reasons) or 'no reason is given'}."
             )
+        traces = answer["traces"]
+        reward = traces[0]["reward"] if len(traces) == 1 else None
         if self._reward is not None:
-            return self._reward(task, answer)
-        rewards = [trace["reward"] for trace in answer["traces"]]
-        return float(rewards[0]) if len(rewards) == 1 else None
+            blocking = BlockingCalls("torchrl_sglang-rewards", 1)
+            try:
+                reward = await blocking.call(
+                    self._reward, task, answer, seconds=REWARD_SECONDS
+                )
+            finally:
+                blocking.close()
+        return AgentResult(reward=reward, metrics=_metrics(traces))
 
     def _started(self) -> _Process:
         with self._lock:
@@ -310,16 +333,17 @@ class _Process:
                 pipe.flush()
 
     def _read_log(self) -> None:
-        for line in _lines(self._popen.stderr):
+        for line in _lines(self._popen.stderr, LOG_LINE_BYTES):
             self._log.append(line.decode(errors="replace").rstrip())
 
     def _read_answers(self) -> None:
-        for line in _lines(self._popen.stdout):
+        for line in _lines(self._popen.stdout, MAX_ANSWER_BYTES):
             try:
                 answer = json.loads(line)
             except ValueError:
                 # A library printed it while verifiers was imported.
-                self._log.append(line.decode(errors="replace").rstrip())
+                printed = line[:LOG_LINE_BYTES].decode(errors="replace")
+                self._log.append(printed.rstrip())
             else:
                 self._take(answer)
         self._popen.wait()
@@ -371,10 +395,23 @@ def _end(process: subprocess.Popen[bytes], lines: SimpleQueue[bytes | None]) -> 
         end_tree(process)
 
 
-def _lines(pipe: Any) -> Iterator[bytes]:
-    """Yields the lines of a pipe without a buffer, and closes it at its end."""
+def _lines(pipe: Any, most: int) -> Iterator[bytes]:
+    """Yields the lines of a pipe, at most so many bytes, and closes it at its end."""
     with io.BufferedReader(pipe) as lines:
-        yield from lines
+        while line := lines.readline(most):
+            yield line
+
+
+def _metrics(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns means of finite rewards and metrics over the traces of each role."""
+    roles = {trace["role"] for trace in traces}
+    values = defaultdict(list)
+    for trace in traces:
+        for name, value in {**trace["metrics"], **trace["rewards"]}.items():
+            if math.isfinite(value):
+                key = name if len(roles) == 1 else f"{trace['role']}/{name}"
+                values[key].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _find_python(python: str | os.PathLike[str]) -> str:

@@ -21,11 +21,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 from itertools import islice
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
 from verifiers import v1 as vf
 from verifiers.v1.utils.loaders import env_config_type
+from yarl import URL
 
 KEY_VARIABLE = "TORCHRL_SGLANG_NO_KEY"
 HOP_HEADERS = frozenset(
@@ -68,15 +70,25 @@ class Relay:
         finally:
             await runner.cleanup()
 
-    async def reward(self, job: dict[str, Any], rewards: dict[str, float]) -> None:
-        """Sets the rewards of a session's agents."""
-        url = job["base_url"].removesuffix("/v1") + "/reward"
+    async def reward(self, job: dict[str, Any], agent: str, reward: float) -> None:
+        """Sets the reward of an agent of a session."""
+        await self._manage(job, "POST", "/reward", {"reward": reward, "agent": agent})
+
+    async def discard(self, job: dict[str, Any], agent: str) -> None:
+        """Removes the turns of an agent from a session."""
+        await self._manage(job, "DELETE", f"/agents/{quote(agent, safe='')}")
+
+    async def _manage(
+        self, job: dict[str, Any], method: str, path: str, content: Any = None
+    ) -> None:
+        url = job["base_url"].removesuffix("/v1") + path
         headers = {"authorization": f"Bearer {job['api_key']}"}
-        for agent, reward in rewards.items():
-            content = {"reward": reward, "agent": agent}
-            async with self._client.post(url, json=content, headers=headers) as answer:
-                if answer.status != 200:
-                    raise RuntimeError(f"{url}: {await answer.text()}")
+        call = self._client.request(
+            method, URL(url, encoded=True), json=content, headers=headers
+        )
+        async with call as answer:
+            if answer.status != 200:
+                raise RuntimeError(f"{url}: {await answer.text()}")
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         target = self.targets.get(request.headers.get("X-Session-ID", ""))
@@ -154,10 +166,12 @@ class Episodes:
         finally:
             for trace_id in agents:
                 self._relay.targets.pop(trace_id, None)
+        # Attempts that verifiers began anew are not in the episode.
+        for trace_id in agents.keys() - {trace.id for trace in episode.traces}:
+            await self._relay.discard(job, agents[trace_id])
         if self._sets_rewards and len(episode.traces) > 1:
-            await self._relay.reward(
-                job, {agents[trace.id]: trace.reward for trace in episode.traces}
-            )
+            for trace in episode.traces:
+                await self._relay.reward(job, agents[trace.id], trace.reward)
         errors = [*episode.errors, *(e for t in episode.traces for e in t.errors)]
         return {
             "ok": bool(self.env.complete(episode)),
@@ -165,6 +179,7 @@ class Episodes:
             "traces": [
                 {
                     "agent": agents[trace.id],
+                    "role": trace.agent.name or "agent",
                     "trained": bool(trace.agent.trainable),
                     "turns": trace.num_turns,
                     "reward": trace.reward,

@@ -27,6 +27,7 @@ def make_app(gateway: Responder, timeouts: ClientTimeouts) -> web.Application:
     app.router.add_get("/sessions/{session}", routes.show)
     app.router.add_delete("/sessions/{session}", routes.delete)
     app.router.add_post("/sessions/{session}/reward", routes.reward)
+    app.router.add_delete("/sessions/{session}/agents/{agent}", routes.discard)
     return app
 
 

@@ -81,3 +81,10 @@ class GatewayRoutes(SessionRoutes):
         self._gateway.set_reward(session, value, turn=turn, agent=agent, branch=branch)
         await self._gateway.keeper.written()
         return json_response({})
+
+    async def discard(self, request: web.Request) -> web.StreamResponse:
+        """Removes the turns of an agent from a session."""
+        session = self.access.own(request)
+        self._gateway.discard(session, request.match_info["agent"])
+        await self._gateway.keeper.written()
+        return json_response({})
