@@ -14,6 +14,7 @@ from torchrl_sglang.collectors.groups.conversations import (
     Step,
     check_step,
 )
+from torchrl_sglang.collectors.groups.mcp_tools import McpServers, without_servers
 from torchrl_sglang.collectors.groups.recorded import record_conversation
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunctions
 from torchrl_sglang.collectors.groups.rewards import Rewards
@@ -73,7 +74,10 @@ class FunctionGroups(GroupKind):
         tools: functions that the policy can call, or a mapping of names to them. The
             chat template describes them to the policy: by their type hints and
             docstrings, as ``transformers.utils.get_json_schema`` reads them, or by a
-            schema in place of these, with ``{name: (function, schema)}``. A parameter
+            schema in place of these, with ``{name: (function, schema)}``. The URL of an
+            MCP server, or an :class:`.McpServer`, stands for all of its tools; in a
+            mapping, they are named ``NAME_tool``. They are read once, at the start. A
+            parameter
             ``conversation`` is not the policy's: the tool gets the
             :class:`.Conversation`, with its task and its state. Their results are
             messages of the role ``"tool"`` with ``tool_call_id`` and ``name``; while a
@@ -122,7 +126,7 @@ class FunctionGroups(GroupKind):
                 f"tool_parser must be a function, got {self.tool_parser!r}."
             )
         if self.tools is not None:
-            Tools(self.tools)
+            Tools(without_servers(self.tools))
         prompt = self.system_prompt
         if prompt is not None and not isinstance(prompt, str):
             raise ConfigurationError(f"system_prompt must be a text, got {prompt!r}.")
@@ -141,9 +145,16 @@ class FunctionGroupMaker(GroupMaker):
     """Runs groups of conversations, and writes them."""
 
     def __init__(self, groups: FunctionGroups, setting: GroupSetting) -> None:
-        tools = (
-            None if groups.tools is None else Tools(groups.tools, groups.tool_parser)
-        )
+        self._servers = McpServers(groups.tools)
+        try:
+            self._set_up(groups, setting)
+        except BaseException:
+            self._servers.close()
+            raise
+
+    def _set_up(self, groups: FunctionGroups, setting: GroupSetting) -> None:
+        functions = self._servers.tools
+        tools = None if functions is None else Tools(functions, groups.tool_parser)
         codec = TurnCodec(setting.policy, () if tools is None else tools.schemas)
         self._writer = GroupWriter(codec, setting.versions)
         super().__init__(setting, self._writer.columns, groups.num_threads)
@@ -184,6 +195,11 @@ class FunctionGroupMaker(GroupMaker):
         columns = list(names)
         super().check_columns(columns)
         self._rewards.check_columns(columns)
+
+    def close(self) -> None:
+        """Frees threads and connections to MCP servers."""
+        super().close()
+        self._servers.close()
 
     async def run(
         self,

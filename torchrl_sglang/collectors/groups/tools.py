@@ -187,7 +187,7 @@ class Tools:
                 f"got {functions!r}."
             )
         if not isinstance(functions, Mapping):
-            functions = _by_their_names(functions)
+            functions = by_their_names(functions)
         self._functions: dict[str, Callable[..., Any]] = {}
         self.schemas: list[dict[str, Any]] = []
         for name, given in functions.items():
@@ -290,7 +290,7 @@ class Tools:
         return replace_halves(text)
 
 
-def _by_their_names(given: Iterable[Any]) -> dict[str, Any]:
+def by_their_names(given: Iterable[Any]) -> dict[str, Any]:
     """Returns functions, or pairs of them and schemas, by the functions' names."""
     named: dict[str, Any] = {}
     for tool in given:
