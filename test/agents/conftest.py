@@ -148,3 +148,10 @@ def running_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
 def verifiers_python() -> str:
     """The interpreter with verifiers."""
     return interpreter_of(Program(file="", environment="verifiers", errors={}))
+
+
+@pytest.fixture(scope="session")
+def tasksets_python() -> str:
+    """The interpreter with verifiers, Harbor and OpenEnv."""
+    program = Program(file="", environment="verifiers_tasksets", errors={})
+    return interpreter_of(program)
