@@ -13,6 +13,7 @@ ORDER = (
     "multi_turn",
     "agent",
     "pydantic_ai",
+    "verifiers",
     "without_gpu",
 )
 

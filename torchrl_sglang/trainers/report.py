@@ -208,7 +208,7 @@ def _metrics(batch: TensorDictBase) -> dict[str, float]:
         if metrics is not None and row[DONE].any():
             for name, value in metrics.items():
                 values[f"metrics/{name}"].append(value.item())
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def summarize(

@@ -411,7 +411,7 @@ def _metrics(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             if math.isfinite(value):
                 key = name if len(roles) == 1 else f"{trace['role']}/{name}"
                 values[key].append(value)
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 
 def _find_python(python: str | os.PathLike[str]) -> str:
