@@ -155,3 +155,9 @@ def tasksets_python() -> str:
     """The interpreter with verifiers, Harbor and OpenEnv."""
     program = Program(file="", environment="verifiers_tasksets", errors={})
     return interpreter_of(program)
+
+
+@pytest.fixture(scope="session")
+def trl_python() -> str:
+    """The interpreter with TRL."""
+    return interpreter_of(Program(file="", environment="trl", errors={}))

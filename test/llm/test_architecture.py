@@ -49,6 +49,7 @@ RUN_BY_SGLANG = {
     "backends/launch/cpu/launch.py",
     "backends/launch/loaders/torchrl_sglang_loader.py",
     "backends/launch/loaders/torchrl_sglang_delta.py",
+    "backends/launch/loaders/torchrl_sglang_vllm.py",
 }
 """Run in SGLang's own Python, where this package is not."""
 
@@ -61,9 +62,12 @@ WRITES_PICKLES = {
 """Servers take tensors in this form, and ranks of a trainer tell each other objects in
 it; nothing is read in it here."""
 
-READS_PICKLES = {"collectors/packed_rows.py"}
-"""Batches go to the ranks of a trainer, or come from an actor on Ray, over connections
-that carry pickles in any case."""
+READS_PICKLES = {
+    "collectors/packed_rows.py",
+    "backends/launch/loaders/torchrl_sglang_vllm.py",
+}
+"""NCCL's id of a trainer is read with that class alone. Batches go to the ranks of a
+trainer, or come from an actor on Ray, over connections that carry pickles anyway."""
 
 HEAVY = {"sglang", "vllm", "torchvision", "ray", "sglang_router"}
 

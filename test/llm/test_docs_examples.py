@@ -32,6 +32,7 @@ FIXTURES = {
 
 NOT_IMPORTED_HERE = {
     "torchrl_sglang.backends.launch.cpu.launch",
+    "torchrl_sglang.backends.launch.loaders.torchrl_sglang_vllm",
     "torchrl_sglang.gateway.adapters.verifiers_program",
 }
 """Programs of other Pythons, SGLang's and verifiers', with other packages."""

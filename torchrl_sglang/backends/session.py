@@ -107,6 +107,7 @@ def update_weights(
     quantized: str | None = None,
     draft: DraftUpdate = "auto",
     choose_again: Callable[[], str] | None = None,
+    resume: bool = True,
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
@@ -119,7 +120,8 @@ def update_weights(
     weights. ``draft``: treatment of a draft model, equal to the transport's.
     ``"continue"`` always flushes prefix caches: retracted requests keep the cache key
     of the old version. ``choose_again`` returns another version if another trainer,
-    which may have chosen the same, has updated the servers in the meantime.
+    which may have chosen the same, has updated the servers in the meantime. Without
+    ``resume`` the servers stay paused.
     """
     start = time.perf_counter()
     if transport.route is not None:
@@ -139,6 +141,7 @@ def update_weights(
             verified=verify is not None,
             flush=flush or pause_mode == "continue",
             choose_again=choose_again,
+            resume=resume,
             # An update without data does not complete an earlier half.
             touched=update.was_inconsistent or checkpoint,
         )
@@ -188,6 +191,7 @@ class _UpdateSession:
     """Whether servers and trainer are compared before requests are sent again."""
     flush: bool
     choose_again: Callable[[], str] | None
+    resume: bool
     touched: bool
     """Whether the servers may hold other weights than at their last generation."""
     committed: bool = False
@@ -246,7 +250,7 @@ class _UpdateSession:
             self.update.commit(self.version, checkpoint=checkpoint)
             self.committed = True
             # A failed update, or released memory, may have left them paused.
-            if self.pause_mode != "none" or self.control.paused:
+            if self.resume and (self.pause_mode != "none" or self.control.paused):
                 with self.phase("resume"):
                     self._resume(self.timeout)
         except SGLangError as error:
@@ -470,7 +474,7 @@ class _UpdateSession:
         """Lets untouched servers generate as before."""
         if self.adapter is not None and self.engine.default_adapter is None:
             self._select(self.adapter, "retract", CLEANUP_SECONDS)
-        if self.control.paused:
+        if self.resume and self.control.paused:
             self._resume(CLEANUP_SECONDS)
 
     def _close_sessions(self) -> bool:

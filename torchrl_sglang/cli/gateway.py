@@ -24,7 +24,7 @@ from torchrl_sglang.cli.options import (
     read_keys,
     start_arguments,
 )
-from torchrl_sglang.cli.serve import wait
+from torchrl_sglang.cli.serve import vllm_loaders, wait
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.urls import LOOPBACK, is_loopback
 
@@ -117,6 +117,12 @@ def add_command(commands: Any) -> Parser:
     add("--max-turns", help="most turns of a session (default: 1000)", **number)
     text = "most generated tokens of a session (default: no limit)"
     add("--max-tokens", help=text, **number)
+    add(
+        "--api",
+        choices=("agents", "vllm"),
+        default="agents",
+        help="protocols of clients: agents', or vLLM's for trainers (default: agents)",
+    )
     add_metrics_option(parser)
     add("--json", action="store_true", help="print one line with a JSON object instead")
     parser.set_defaults(run=run, takes_engine_options=True)
@@ -137,6 +143,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from torchrl_sglang.gateway.gateway import Gateway
 
+        if arguments.api == "vllm":
+            from torchrl_sglang.gateway.vllm.dialect import VLLM
+
+            options["dialects"] = [VLLM(engine)]
         gateway = Gateway(engine, **options)
         try:
             gateway.start()
@@ -183,6 +193,8 @@ def gateway_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _start(arguments: argparse.Namespace) -> AsyncSGLang:
     options = start_arguments(arguments)
+    if arguments.api == "vllm":
+        options |= vllm_loaders(options)
     print(f"Starting SGLang for {arguments.model} ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchrl_sglang.cli.interrupts import Interrupted, uninterrupted
@@ -22,6 +25,7 @@ from torchrl_sglang.errors import ServerDiedError
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
+    from torchrl_sglang.gateway.gateway import Gateway
 
 DESCRIPTION = """\
 Starts SGLang servers for MODEL and keeps them until SIGINT (Ctrl-C) or SIGTERM.
@@ -60,6 +64,8 @@ def add_command(commands: Any) -> Parser:
     add("--host", help=text)
     add("--port", type=int, help="port to listen on (default: a free one)")
     add_metrics_option(parser)
+    text = "protocol of the address: SGLang's, or vLLM's for trainers (default: sglang)"
+    add("--api", choices=("sglang", "vllm"), default="sglang", help=text)
     add("--json", action="store_true", help="print one line with a JSON object instead")
     parser.set_defaults(run=run, takes_engine_options=True)
     return parser
@@ -69,20 +75,25 @@ def run(arguments: argparse.Namespace) -> int:
     """Starts servers and waits for an interrupt."""
     options = start_arguments(arguments)
     check_metrics_port(arguments.metrics_port)
-    for name in ("host", "port"):
-        if (value := getattr(arguments, name)) is not None:
-            options[name] = value
+    address = {name: getattr(arguments, name) for name in ("host", "port")}
+    address = {name: value for name, value in address.items() if value is not None}
+    is_vllm = arguments.api == "vllm"
+    options |= vllm_loaders(options) if is_vllm else address
     print(f"Starting SGLang for {arguments.model} ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
     engine = AsyncSGLang.from_pretrained(arguments.model, **options)
     try:
-        with metrics(arguments.metrics_port, engine=engine) as url:
+        with (
+            metrics(arguments.metrics_port, engine=engine) as url,
+            _vllm_api(engine, options, address) if is_vllm else nullcontext() as api,
+        ):
             announce(
                 engine,
                 as_json=arguments.json,
                 key_given="api_key" in options,
                 metrics_url=url,
+                api_url=None if api is None else api.url,
             )
             print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)
             wait(engine)
@@ -94,12 +105,47 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def vllm_loaders(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of servers that receive weights from vLLM's trainers."""
+    from torchrl_sglang.gateway.vllm.update import LOADER
+
+    loaders = options.get("custom_weight_loader") or []
+    loaders = [loaders] if isinstance(loaders, str) else loaders
+    return {"weight_loader": "traced", "custom_weight_loader": [*loaders, LOADER]}
+
+
+@contextmanager
+def _vllm_api(
+    engine: AsyncSGLang, options: Mapping[str, Any], address: Mapping[str, Any]
+) -> Iterator[Gateway]:
+    """Serves vLLM's protocol in front of an engine in a block."""
+    from torchrl_sglang.gateway.gateway import Gateway
+    from torchrl_sglang.gateway.vllm.dialect import VLLM
+
+    routed = options.get("enable_return_routed_experts") is True
+    with Gateway(
+        engine,
+        dialects=[VLLM(engine)],
+        sessionless=True,
+        api_key=options.get("api_key"),
+        tool_call_parser=options.get("tool_call_parser"),
+        reasoning_parser=options.get("reasoning_parser"),
+        token_columns=["routed_experts"] if routed else [],
+        **address,
+    ) as gateway:
+        # A full garbage collection would visit all that exists, and block clients.
+        gc.collect()
+        gc.freeze()
+        yield gateway
+
+
 def announce(
     engine: AsyncSGLang,
     *,
     as_json: bool,
     key_given: bool = True,
     metrics_url: str | None = None,
+    api_url: str | None = None,
 ) -> None:
     """Prints the addresses of the engine, and its key if it has made a key."""
     urls = list(engine.control.urls)
@@ -113,9 +159,11 @@ def announce(
         "weight_version": engine.weight_version,
         "pid": os.getpid(),
     }
+    if api_url is not None:
+        about |= {"url": api_url, "server_url": engine.server_url}
     if metrics_url is not None:
         about["metrics_url"] = metrics_url
-    lines = [*filter(None, [router]), *urls]
+    lines = [api_url] if api_url else [*filter(None, [router]), *urls]
     if not key_given and engine.api_key is not None:
         about["api_key"] = engine.api_key
         lines.append(engine.api_key)

@@ -48,6 +48,7 @@ from torchrl_sglang.requests.token_columns import (
 from torchrl_sglang.support.checks import (
     as_reward,
     check_count,
+    check_flag,
     check_port,
     check_seconds,
 )
@@ -134,6 +135,9 @@ class Gateway(Responder):
             Defaults to None: all turns.
         discount: in [0, 1], of a reward for each turn before its own; see
             :meth:`to_tensordict`. Defaults to 1.
+        sessionless: answer requests without a session, too: of these nothing is
+            recorded. On ``host="127.0.0.1"`` they need no key, unless ``api_key`` is
+            given. Defaults to False.
         path: an SQLite file of the sessions, for one gateway at a time; the sessions in
             it are read. A turn is in it before the client has the answer. While it
             cannot be written, clients are answered 503, and nothing is generated.
@@ -194,6 +198,7 @@ class Gateway(Responder):
         logprobs_mode: LogProbsMode = "model",
         trained: str | Callable[[Turn], bool] | None = None,
         discount: float = 1.0,
+        sessionless: bool = False,
         path: str | Path | None = None,
         recorder: Subscriber | None = None,
     ) -> None:
@@ -253,7 +258,8 @@ class Gateway(Responder):
             ),
         )
         self.dialects = check_dialects(dialects)
-        self.open = is_open
+        self.sessionless = check_flag("sessionless", sessionless)
+        self.open = is_open and not (sessionless and api_key)
         self.api_key = api_key or secrets.token_urlsafe(32)
         self.keep_alive_seconds = check_seconds(
             "keep_alive_seconds", keep_alive_seconds

@@ -14,7 +14,12 @@ from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.template import ChatTemplate
 from torchrl_sglang.chat.tool_calls import read_calls
-from torchrl_sglang.errors import ConfigurationError, ServerError, SGLangError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    GenerationAbortedError,
+    ServerError,
+    SGLangError,
+)
 from torchrl_sglang.gateway.drafts import Detokenizer, Draft, DraftReader
 from torchrl_sglang.gateway.progress import Follower, Progress
 from torchrl_sglang.gateway.turns import Prompt
@@ -50,6 +55,14 @@ class Sampling:
     """Number of responses to a prompt."""
     top_logprobs: int = 0
     """Return the top-k tokens of each position, for this k."""
+    prompt_logprobs: bool = False
+    """Return the log-probs of the prompt's tokens."""
+    adapter: str | None = None
+    """LoRA adapter; ``None`` for the engine's default."""
+    priority: int | None = None
+    """Priority in a server's queue; ``None`` for the session's."""
+    keeps_aborted: bool = False
+    """Return the tokens of an aborted response instead of an error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +155,8 @@ class Policy:
         prompt: Prompt,
         sampling: Sampling,
         *,
-        session: str,
+        session: str | None,
+        request_id: str | None = None,
         priority: int | None = None,
         progress: Progress | None = None,
     ) -> list[PolicyReply]:
@@ -151,9 +165,12 @@ class Policy:
             input_ids=list(prompt.token_ids),
             sampling_params=sampling.params,
             return_logprobs=True,
+            return_prompt_logprobs=sampling.prompt_logprobs,
             top_logprobs=sampling.top_logprobs,
+            adapter=sampling.adapter,
+            request_id=request_id,
             session_id=session,
-            priority=priority,
+            priority=priority if sampling.priority is None else sampling.priority,
             token_columns=self.token_columns,
             logprobs_mode=self.logprobs_mode,
         )
@@ -174,16 +191,23 @@ class Policy:
             followed = [asyncio.ensure_future(follower.run()) for follower in followers]
         try:
             outcomes = await ask_async(
-                self.engine, requests, tokenizer=self.tokenizer, timeout=self.timeout
+                self.engine,
+                requests,
+                tokenizer=self.tokenizer,
+                timeout=self.timeout,
+                return_exceptions=sampling.keeps_aborted,
             )
         finally:
             await _end(followed)
         ends = self._ends(sampling)
         completions = []
         for outcome in outcomes:
-            if isinstance(outcome, SGLangError):
+            if isinstance(outcome, GenerationAbortedError) and outcome.partial:
+                completions.append(outcome.partial)
+            elif isinstance(outcome, SGLangError):
                 raise outcome
-            completions.append(outcome)
+            else:
+                completions.append(outcome)
         return await asyncio.gather(
             *(self._read(completion, prompt, ends) for completion in completions)
         )

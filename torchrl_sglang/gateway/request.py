@@ -45,6 +45,8 @@ class Request:
     """The conversation."""
     text: str | None = None
     """Prompt of a plain completion, instead of a conversation."""
+    token_ids: Sequence[int] | None = None
+    """Tokens of the prompt, instead of a conversation."""
     setting: PromptSettings = field(default_factory=PromptSettings)
     """Tools and variables of the template."""
     hints: Sequence[Hint] = ()

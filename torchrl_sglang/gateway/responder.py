@@ -43,6 +43,8 @@ class Responder(abc.ABC):
     """Accepted dialects."""
     open: bool
     """Whether a session's path is sufficient for access."""
+    sessionless: bool
+    """Whether requests without a session are answered."""
     keep_alive_seconds: float
     """Interval between comments in a stream without content."""
     public_url: str | None
@@ -130,7 +132,8 @@ class Responder(abc.ABC):
                 replies = await self.policy.respond(
                     prompt,
                     self._sampling(session, request, prompt),
-                    session=session.name,
+                    session=session.name or None,
+                    request_id=request.request_id,
                     priority=session.priority,
                     progress=progress,
                 )
@@ -174,6 +177,8 @@ class Responder(abc.ABC):
     async def _prompt(self, session: Session, request: Request) -> Prompt:
         """Returns a prompt; one that takes longer is made beside the event loop."""
         text, template = request.text, self._template
+        if request.token_ids is not None:
+            return session.token_prompt(request.token_ids, template)
         if text is not None:
             if len(text) <= NEW_CHARACTERS:
                 return session.text_prompt(text, template)

@@ -238,6 +238,28 @@ class Session:
             branch=self._text_branch(origin, text[start:]),
         )
 
+    def token_prompt(self, token_ids: Sequence[int], template: ChatTemplate) -> Prompt:
+        """Returns a prompt of given tokens.
+
+        It continues the turn whose tokens are the longest prefix.
+        """
+        origin = max(
+            (turn for turn in self.turns if _begins_with(token_ids, turn)),
+            key=attrgetter("num_tokens"),
+            default=None,
+        )
+        start = 0 if origin is None else origin.prompt.num_tokens
+        end = 0 if origin is None else origin.num_tokens
+        text = template.decode(token_ids[start:]) if self.name else ""
+        return Prompt(
+            setting=PromptSettings(),
+            new_messages=(),
+            new_token_ids=token_ids[end:],
+            new_text=text,
+            origin=origin,
+            branch=self._text_branch(origin, text),
+        )
+
     def _text_branch(self, origin: Turn | None, text: str) -> Branch | None:
         """Returns why a plain completion is a branch; None if it is not."""
         texts = [turn for turn in self.turns if turn.prompt.new_text is not None]
@@ -565,3 +587,11 @@ class Session:
 
 def _settings_key(setting: PromptSettings) -> bytes:
     return setting.digest or settings_key(setting.key())
+
+
+def _begins_with(token_ids: Sequence[int], turn: Turn) -> bool:
+    """Returns whether tokens begin with a turn's, and go on."""
+    end, response = turn.num_tokens, turn.completion.token_ids
+    if end >= len(token_ids) or token_ids[end - len(response) : end] != response:
+        return False
+    return token_ids[:end] == turn.token_ids

@@ -81,9 +81,10 @@ async def ask_async(
     *,
     tokenizer: Any,
     timeout: float,
+    return_exceptions: bool = False,
 ) -> list[Outcome]:
     """The same as :func:`ask`, to be awaited; each call has a timeout, in seconds."""
-    steps = _steps(engine.capabilities, requests, tokenizer, False)
+    steps = _steps(engine.capabilities, requests, tokenizer, return_exceptions)
     calls, collect = next(steps)
     try:
         while True:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from helpers.echo_engine import make_interpreter
 from helpers.forked_starts import forked_process, processes_below, trainer_python
@@ -30,6 +31,7 @@ from torchrl_sglang.backends.launch.watchdog import (
 from torchrl_sglang.cli import main
 from torchrl_sglang.cli.serve import wait
 from torchrl_sglang.errors import ServerDiedError
+from torchrl_sglang.gateway.vllm.update import LOADERS
 
 BUDGET_SECONDS = 300.0
 
@@ -124,6 +126,23 @@ def test_serving_until_sigterm_prints_the_address_alone(tiny_model_path):
         out, errors = end(process, signal.SIGTERM)
         assert process.returncode == 0, errors
         assert out == ""
+
+
+def test_vllm_s_protocol_in_front_of_the_server(tiny_model_path):
+    words = ("--device", "cpu", "--api", "vllm", "--json")
+    with serving(tiny_model_path, *words) as process:
+        about = json.loads(process.stdout.readline())
+        assert about["server_url"] in about["urls"]
+        sampling = {"max_tokens": 4, "ignore_eos": True}
+        body = {"token_ids": [5, 6], "sampling_params": sampling}
+        url = f"{about['url']}/inference/v1/generate"
+        (choice,) = httpx.post(url, json=body, timeout=60).json()["choices"]
+        assert len(choice["token_ids"]) == 4
+        # Its servers can join a trainer's process group.
+        with AsyncSGLang.connect(about["server_url"]) as engine:
+            assert set(LOADERS) <= set(engine.capabilities.weight_loaders)
+        out, errors = end(process, signal.SIGTERM)
+        assert (process.returncode, out) == (0, ""), errors
 
 
 @pytest.mark.parametrize(

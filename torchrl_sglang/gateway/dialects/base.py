@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -194,6 +194,19 @@ class Lookup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Control:
+    """An address of a dialect that controls the engine, for its owner."""
+
+    method: str
+    """Method of HTTP."""
+    path: str
+    """Such as ``"/pause"``; also accepted behind the path of a session."""
+    call: Callable[[Mapping[str, Any], Mapping[str, Any]], Awaitable[Any]]
+    """Called with the parameters of the address and the object in the body; returns the
+    answer, as JSON or as a text."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """An error, before a dialect formats it."""
 
@@ -221,6 +234,8 @@ class Dialect(abc.ABC):
     """Addresses for POST requests."""
     lookups: Sequence[Lookup] = ()
     """Addresses for requests for earlier answers."""
+    controls: Sequence[Control] = ()
+    """Addresses that control the engine."""
 
     @abc.abstractmethod
     def error(self, failure: Failure) -> dict[str, Any]:

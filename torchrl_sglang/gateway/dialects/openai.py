@@ -107,7 +107,7 @@ def read_chat(body: Any) -> Request:
     logprobs = bool(fields.pop("logprobs", None))
     if top and not logprobs:
         raise ConfigurationError("top_logprobs needs logprobs=true.")
-    return _request(
+    return make_request(
         fields,
         messages=messages,
         setting=PromptSettings(tools=tools, template_kwargs=kwargs),
@@ -131,7 +131,9 @@ def read_completion(body: Any) -> Request:
         )
     top = fields.pop("logprobs", None)
     echo = bool(fields.pop("echo", None))
-    return _request(fields, text=prompt, logprobs=top is not None, top=top, echo=echo)
+    return make_request(
+        fields, text=prompt, logprobs=top is not None, top=top, echo=echo
+    )
 
 
 def _fields(body: Any) -> dict[str, Any]:
@@ -140,7 +142,8 @@ def _fields(body: Any) -> dict[str, Any]:
     return dict(body)
 
 
-def _request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
+def make_request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
+    """Returns a request with the fields that all of OpenAI's requests share."""
     model = given.pop("model", "") or ""
     stream = bool(given.pop("stream", None))
     options = pop_object(given, "stream_options")
@@ -328,7 +331,7 @@ class CompletionWriter(Writer):
                 {"index": index, **self._choice(turn)}
                 for index, turn in enumerate(turns)
             ],
-            "usage": _usage(usage),
+            "usage": usage_fields(usage),
         }
 
     def begin(self, prompt_tokens: int) -> Iterator[bytes]:
@@ -375,7 +378,7 @@ class CompletionWriter(Writer):
             for choice in self._deltas(index, turn):
                 yield event({**head, "choices": [{"index": index, **choice}]})
         if self._request.usage:
-            yield event({**head, "choices": [], "usage": _usage(usage)})
+            yield event({**head, "choices": [], "usage": usage_fields(usage)})
         yield b"data: [DONE]\n\n"
 
     @property
@@ -478,7 +481,8 @@ def logprob_rows(
     ]
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """Returns OpenAI's counts of tokens."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.response,

@@ -23,6 +23,8 @@ def find_dialect(dialects: Sequence[Dialect], path: str) -> Dialect:
         'Completions'
     """
     for dialect in dialects:
-        if any(endpoint.path in path for endpoint in dialect.endpoints):
+        paths = [endpoint.path for endpoint in dialect.endpoints]
+        paths += [control.path for control in dialect.controls]
+        if any(route in path for route in paths):
             return dialect
     return dialects[0]

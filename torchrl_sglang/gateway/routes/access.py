@@ -40,6 +40,8 @@ class Access:
     def _session(self, request: web.Request) -> Session:
         name, key = request.match_info.get("session"), self.key(request)
         is_owner = self._is_owner(key)
+        if name is None and self._gateway.sessionless:
+            return self._session_of(key) or self._anonymous(request)
         if name is None:
             if key is None or is_owner:
                 raise GatewayError(
@@ -82,6 +84,19 @@ class Access:
             request.app[STRANGERS].know(request)
         else:
             self.check_owner(request)
+
+    def check_may_control(self, request: web.Request) -> None:
+        """Allows control calls by the owner, and locally if sessions are open."""
+        if self._gateway.open:
+            _check_local(request)
+            request.app[STRANGERS].know(request)
+        else:
+            self.check_owner(request)
+
+    def _anonymous(self, request: web.Request) -> Session:
+        """Returns a session of one request, of which nothing is kept."""
+        self.check_may_control(request)
+        return Session("")
 
     def _open(self, name: str) -> Session:
         """Returns a session for the owner, a new session if there is none."""

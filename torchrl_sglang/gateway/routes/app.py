@@ -21,7 +21,6 @@ def make_app(gateway: Responder, timeouts: ClientTimeouts) -> web.Application:
     )
     app[STRANGERS] = Strangers(timeouts)
     _add_session_routes(app, routes)
-    app.router.add_get("/health", routes.health)
     app.router.add_get("/metrics", routes.metrics)
     app.router.add_post("/sessions", routes.create)
     app.router.add_get("/sessions/{session}", routes.show)
@@ -35,6 +34,7 @@ def _add_session_routes(app: web.Application, routes: GatewayRoutes) -> None:
     dialects = routes.dialects
     endpoints = [endpoint for dialect in dialects for endpoint in dialect.endpoints]
     lookups = [lookup for dialect in dialects for lookup in dialect.lookups]
+    controls = [control for dialect in dialects for control in dialect.controls]
     for prefix in ("", "/sessions/{session}"):
         for endpoint in endpoints:
             handler = routes.count if endpoint.write is None else routes.answer
@@ -43,5 +43,9 @@ def _add_session_routes(app: web.Application, routes: GatewayRoutes) -> None:
         for lookup in lookups:
             add = app.router.add_delete if lookup.forgets else app.router.add_get
             add(f"{prefix}{lookup.path}", partial(routes.look_up, lookup))
+        for control in controls:
+            handle = partial(routes.control, control)
+            app.router.add_route(control.method, f"{prefix}{control.path}", handle)
+        app.router.add_get(f"{prefix}/health", routes.health)
         app.router.add_get(f"{prefix}/v1/models", routes.models)
         app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", routes.model)

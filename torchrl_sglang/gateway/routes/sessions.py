@@ -19,6 +19,7 @@ from torchrl_sglang.gateway.connections import STRANGERS
 from torchrl_sglang.gateway.dialects.base import (
     AnswerInfo,
     Asked,
+    Control,
     Dialect,
     Endpoint,
     Lookup,
@@ -129,12 +130,23 @@ class SessionRoutes:
             await self._gateway.keeper.unname(session, turn)
         return json_response(content)
 
+    async def control(
+        self, control: Control, request: web.Request
+    ) -> web.StreamResponse:
+        """Answers a call that controls the engine."""
+        self.access.check_may_control(request)
+        content = await control.call(request.query, await read_json(request))
+        if isinstance(content, str):
+            return web.Response(text=content)
+        return json_response(content)
+
     async def models(self, request: web.Request) -> web.StreamResponse:
         """Returns the list of the single model."""
         self.access.session(request)
         names = self._gateway.models
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}
-        rows = [_about_model(name) for name in names]
+        context = self._gateway.engine.capabilities.max_context
+        rows = [_about_model(name, context) for name in names]
         return json_response({"object": "list", "data": rows, **ends})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
@@ -147,7 +159,8 @@ class SessionRoutes:
                 f"requests may name any, as there is one policy.",
                 status=NOT_FOUND,
             )
-        return json_response(_about_model(name))
+        context = self._gateway.engine.capabilities.max_context
+        return json_response(_about_model(name, context))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """Reports this process as serving."""
@@ -169,7 +182,7 @@ class SessionRoutes:
         )
         parsed = replace(
             parsed,
-            request_id=_request_id(request, info),
+            request_id=_request_id(parsed.request_id, request, info),
             name=info.name,
             digest=digest,
             about={**parsed.about, "created_at": info.created},
@@ -235,14 +248,15 @@ def _headers(request: Request) -> dict[str, str]:
     return headers
 
 
-def _request_id(request: web.Request, info: AnswerInfo) -> str:
+def _request_id(given: str | None, request: web.Request, info: AnswerInfo) -> str:
     """Returns the id of a request: the client's own, or a new id."""
-    ids = (request.headers.get(name, "") for name in REQUEST_IDS)
+    ids = (given or "", *(request.headers.get(name, "") for name in REQUEST_IDS))
     return next(filter(_REQUEST_ID.fullmatch, ids), f"req_{info.name}")
 
 
-def _about_model(name: str) -> dict[str, Any]:
-    """Returns the description of a model, in OpenAI's and Anthropic's fields."""
+def _about_model(name: str, context: int) -> dict[str, Any]:
+    """Returns a model's description, in OpenAI's, Anthropic's and vLLM's fields."""
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "sglang"}
     born = "1970-01-01T00:00:00Z"
-    return {**openai, "type": "model", "display_name": name, "created_at": born}
+    anthropic = {"type": "model", "display_name": name, "created_at": born}
+    return {**openai, **anthropic, "max_model_len": context}

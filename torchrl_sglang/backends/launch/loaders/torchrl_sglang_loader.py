@@ -484,7 +484,8 @@ def _follows(tensor: torch.Tensor, previous: torch.Tensor) -> bool:
     )
 
 
-def _specs(order: Any) -> list[Spec]:
+def read_specs(order: Any) -> list[Spec]:
+    """Returns the tensors of a request, or of a part of it."""
     return [(name, dtype, tuple(shape)) for name, dtype, shape in order["tensors"]]
 
 
@@ -528,12 +529,12 @@ def load_flat(
 
 def _bucket(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Loads tensors whose bytes came with the request."""
-    load_flat(model, state, _specs(order), content)
+    load_flat(model, state, read_specs(order), content)
 
 
 def _open(model: Any, state: LoaderState, order: Any, content: torch.Tensor) -> None:
     """Opens memory of the sender, loads from it, and keeps it open if possible."""
-    specs = _specs(order)
+    specs = read_specs(order)
     # Another memory may have its handles by now.
     state.kept = None
     tensors = [_rebuild(*handle) for handle in order["handles"]]
@@ -651,7 +652,9 @@ def _receive(model: Any, state: LoaderState, order: Any, content: torch.Tensor) 
     """
     group, device = _find_group(order["group"]), content.device
     prepare(
-        model, state, [spec for bucket in order["buckets"] for spec in _specs(bucket)]
+        model,
+        state,
+        [spec for bucket in order["buckets"] for spec in read_specs(bucket)],
     )
     latest = None
     try:
@@ -667,7 +670,7 @@ def _receive_bucket(
     model: Any, state: LoaderState, bucket: Any, group: Any, device: torch.device
 ) -> Any:
     """Receives tensors, into parameters if whole; returns the last broadcast."""
-    specs = _specs(bucket)
+    specs = read_specs(bucket)
     if bucket["flat"]:
         flat = torch.empty(bucket["num_bytes"], dtype=torch.uint8, device=device)
         work = dist.broadcast(flat, src=0, group=group, async_op=True)

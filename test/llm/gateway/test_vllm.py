@@ -1,0 +1,406 @@
+"""vLLM's protocol in front of SGLang: routes, errors and weight updates."""
+
+from __future__ import annotations
+
+import base64
+import io
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from helpers.fake_server import FakeServer
+from helpers.log_probs import PROMPT, TOLERANCE, score
+from helpers.vllm_trainer import SECONDS, Trainer
+from transformers import AutoTokenizer
+
+from torchrl_sglang import AsyncSGLang
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.vllm.answers import routed_experts
+from torchrl_sglang.gateway.vllm.dialect import VLLM
+from torchrl_sglang.gateway.vllm.update import LOADER, Wire, read_specs
+from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
+from torchrl_sglang.testing.tiny_model import make_tiny_model
+from torchrl_sglang.types import Completion, TokenLayout, TokenValues
+
+GENERATE = "/inference/v1/generate"
+SAMPLING = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_path) -> dict[str, Any]:
+    """Weight version -> Hugging Face's model."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    return {"default": make_tiny_model(tokenizer)}
+
+
+@pytest.fixture(scope="module")
+def vllm_engine(tiny_model_path) -> Iterator[AsyncSGLang]:
+    with AsyncSGLang.from_pretrained(
+        tiny_model_path,
+        device="cpu",
+        num_replicas=2,
+        router_policy=None,
+        weight_loader="traced",
+        custom_weight_loader=[LOADER],
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def gateway(vllm_engine) -> Iterator[Gateway]:
+    dialects = [VLLM(vllm_engine)]
+    with Gateway(vllm_engine, dialects=dialects, sessionless=True) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def client(gateway) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=gateway.url, timeout=SECONDS) as client:
+        yield client
+
+
+@pytest.fixture
+def trainer(gateway) -> Iterator[Trainer]:
+    trainer = Trainer(gateway.url)
+    yield trainer
+    trainer.close()
+
+
+def generate(client, **more) -> dict[str, Any]:
+    body = {"token_ids": PROMPT, "sampling_params": SAMPLING, **more}
+    response = client.post(GENERATE, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def check(choice, models, prompt=PROMPT) -> None:
+    """Compares a choice's log-probs with those of its tokens' versions."""
+    ids = choice["token_ids"]
+    content = choice["logprobs"]["content"]
+    assert [row["token"] for row in content] == [f"token_id:{token}" for token in ids]
+    found = torch.tensor([row["logprob"] for row in content])
+    spans = choice["weight_versions"]
+    assert [span["start"] for span in spans] == [0, *(s["end"] for s in spans[:-1])]
+    assert spans[-1]["end"] == len(ids)
+    for span in spans:
+        expected = score(models[span["version"]], [*prompt, *ids])[len(prompt) :]
+        place = slice(span["start"], span["end"])
+        torch.testing.assert_close(
+            found[place], expected[place], atol=TOLERANCE, rtol=0
+        )
+
+
+def test_tokens_in_tokens_out(client, vllm_engine, models):
+    sampling = {**SAMPLING, "prompt_logprobs": 0, "n": 2, "top_k": 0, "seed": 7}
+    answer = generate(
+        client, sampling_params=sampling, return_token_ids=True, request_id="mine"
+    )
+    version = {vllm_engine.weight_version: models["default"]}
+    assert answer["request_id"] == "mine"
+    assert answer["prompt_token_ids"] == PROMPT
+    assert len(answer["choices"]) == 2
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] == "length"
+        check(choice, {**models, **version})
+        assert all(
+            len(row["top_logprobs"]) == 1 for row in choice["logprobs"]["content"]
+        )
+    first, *rows = answer["prompt_logprobs"]
+    assert first is None
+    expected = score(models["default"], PROMPT)[1:]
+    found = [
+        row[str(token)]["logprob"] for token, row in zip(PROMPT[1:], rows, strict=True)
+    ]
+    torch.testing.assert_close(torch.tensor(found), expected, atol=TOLERANCE, rtol=0)
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_openai_s_requests_with_vllm_s_fields(client):
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 4,
+        "top_k": 0,
+        "logprobs": 0,
+        "n": 1,
+        "return_token_ids": True,
+        "seed": 2**62,
+        "repetition_penalty": 1.0,
+    }
+    response = client.post("/v1/completions", json=body)
+    assert response.headers["x-torchrl-sglang-ignored"] == "seed"
+    (choice,) = response.json()["choices"]
+    assert choice["prompt_token_ids"] == PROMPT
+    assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 4
+    text = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 4}
+    chat = {**text, "return_token_ids": True, "prompt_logprobs": 0}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    assert len(answer["prompt_token_ids"]) == len(answer["prompt_logprobs"])
+    assert answer["choices"][0]["token_ids"]
+
+
+def test_a_stream(client):
+    body = {"token_ids": PROMPT, "sampling_params": SAMPLING, "stream": True}
+    events = client.post(GENERATE, json=body).text.split("\n\n")
+    tokens, end = (event for event in events if event.startswith("data: "))
+    assert '"token_ids"' in tokens
+    assert end == "data: [DONE]"
+
+
+def test_weights_of_a_trainer_while_requests_run(
+    client, trainer, models, tiny_model_path
+):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    trainer.join()
+    choices: list[Any] = []
+    ended = threading.Event()
+
+    def talk() -> None:
+        long = {**SAMPLING, "max_tokens": 64}
+        while not ended.is_set():
+            choices.extend(generate(client, sampling_params=long)["choices"])
+
+    threads = [threading.Thread(target=talk) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(1, 6):
+            model = make_tiny_model(tokenizer, seed=number)
+            trainer.update(model, parts=1 + number % 2)
+            models[client.get("/weight_info").json()["weight_version"]] = model
+    finally:
+        ended.set()
+        for thread in threads:
+            thread.join(SECONDS)
+    choices += generate(client)["choices"]
+    assert choices[-1]["weight_version"] == max(models.keys() - {"default"}, key=int)
+    for choice in choices:
+        check(choice, models)
+
+
+def test_pauses(client):
+    assert client.post("/pause", params={"mode": "keep"}).json() == {"status": "paused"}
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    done: list[Any] = []
+    thread = threading.Thread(target=lambda: done.append(generate(client)))
+    thread.start()
+    thread.join(1.0)
+    assert not done
+    assert client.post("/resume").json() == {"status": "resumed"}
+    thread.join(SECONDS)
+    assert done[0]["choices"][0]["finish_reason"] == "length"
+    assert client.post("/pause", params={"mode": "wait"}).json() == {"status": "paused"}
+    client.post("/resume")
+    thread = threading.Thread(
+        target=lambda: done.append(
+            generate(client, sampling_params={**SAMPLING, "max_tokens": 20_000})
+        )
+    )
+    thread.start()
+    while not client.post("/abort_requests", json={}).json()["aborted"]:
+        pass
+    thread.join(SECONDS)
+    assert done[1]["choices"][0]["finish_reason"] == "abort"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (GENERATE, {"token_ids": PROMPT}, 400, "sampling_params"),
+        (GENERATE, {"token_ids": [], "sampling_params": {}}, 400, "token_ids"),
+        (GENERATE, {"features": {"a": 1}, "sampling_params": {}}, 400, "features"),
+        (
+            "/v1/completions",
+            {"prompt": PROMPT, "model": "x"},
+            404,
+            "`x` does not exist",
+        ),
+        ("/v1/completions", {"prompt": PROMPT, "bad_words": ["a"]}, 400, "bad_words"),
+        ("/v1/completions", {"prompt": PROMPT, "priority": 2}, 400, "Priority"),
+        ("/v1/completions", {"prompt": PROMPT, "prompt_logprobs": 3}, 400, "give 0"),
+        ("/v1/completions", {"prompt": PROMPT, "temperatures": 3}, 400, "temperature"),
+        ("/pause?mode=now", None, 400, "abort"),
+        ("/sleep?level=7", None, 400, "level"),
+        ("/sleep?level=1", None, 400, "enable-weights-cpu-backup"),
+        ("/init_weight_transfer_engine", {}, 400, "Missing 'init_info'"),
+        ("/init_weight_transfer_engine", {"init_info": {}}, 400, "master_address"),
+        ("/update_weights", {}, 400, "Missing 'update_info'"),
+        ("/finish_weight_update", {}, 500, "without a matching start_weight_update"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, 400, "checkpoint"),
+        ("/collective_rpc", {}, 501, "no functions"),
+        ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "cannot be found"),
+    ],
+)
+def test_refusals_in_vllm_s_words(client, path, body, status, words):
+    response = client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (status, status)
+    assert words in error["message"]
+
+
+def test_phases_out_of_order(client, trainer):
+    lists = {"names": [], "dtype_names": [], "shapes": []}
+    response = trainer.call("/update_weights", {"update_info": lists})
+    assert "start_weight_update must be called before" in response.text
+    trainer.join()
+    trainer.ok("/start_weight_update")
+    assert "already active" in trainer.call("/start_weight_update").text
+    wrong = {"names": ["x"], "dtype_names": ["float32"], "shapes": [[1]]}
+    assert (
+        "no parameter" in trainer.call("/update_weights", {"update_info": wrong}).text
+    )
+    response = trainer.call("/finish_weight_update")
+    assert "nothing was sent" in response.text
+    # The servers hold the old weights, and generate with them.
+    assert generate(client)["choices"]
+
+
+def test_the_form_of_broadcasts():
+    info = {
+        "names": ["a", "b", "c"],
+        "dtype_names": ["float32", "bfloat16", "float32"],
+        "shapes": [[2], [3], [1]],
+    }
+    specs = read_specs(info)
+    packed = Wire.read({"packed": True, "packed_buffer_size_bytes": 8})
+    assert [len(part) for part in packed.broadcasts(specs)] == [2, 1]
+    assert [len(part) for part in Wire.read({}).broadcasts(specs)] == [1, 1, 1]
+    with pytest.raises(ConfigurationError, match="same size as `names`"):
+        read_specs({**info, "shapes": []})
+    with pytest.raises(ConfigurationError, match="float33"):
+        read_specs({**info, "dtype_names": ["float33"] * 3})
+    with pytest.raises(ConfigurationError, match="ipc_handles_pickled"):
+        read_specs({**info, "ipc_handles_pickled": ""})
+
+
+def test_a_session_records_a_trainer_s_requests(vllm_engine):
+    with Gateway(vllm_engine, dialects=[VLLM(vllm_engine)]) as gateway:
+        session = gateway.session()
+        with httpx.Client(base_url=session.url, timeout=SECONDS) as client:
+            (first,) = generate(client)["choices"]
+            longer = [*PROMPT, *first["token_ids"], 5]
+            generate(client, token_ids=longer)
+            assert client.get("/get_world_size").json() == {"world_size": 2}
+            one = client.get("/get_world_size", params={"include_dp": False})
+            assert one.json() == {"world_size": 1}
+            assert client.get("/health").status_code == 200
+        (row,) = gateway.to_tensordict([session])
+        assert row["tokens", "full"][: len(longer)].tolist() == longer
+        assert httpx.post(f"{gateway.url}{GENERATE}", json={}).status_code == 401
+
+
+def test_a_key_opens_routes_without_a_session(vllm_engine):
+    dialects = [VLLM(vllm_engine)]
+    with Gateway(
+        vllm_engine, dialects=dialects, sessionless=True, api_key="secret"
+    ) as gateway:
+        assert httpx.post(f"{gateway.url}/pause").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        with httpx.Client(base_url=gateway.url, headers=headers) as client:
+            assert generate(client)["choices"]
+            assert client.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_sampling_masks(vllm_engine):
+    dialects = [VLLM(vllm_engine)]
+    with (
+        Gateway(
+            vllm_engine, dialects=dialects, sessionless=True, logprobs_mode="behaviour"
+        ) as gateway,
+        httpx.Client(base_url=gateway.url, timeout=SECONDS) as client,
+    ):
+        sampling = {**SAMPLING, "top_k": 5}
+        (choice,) = generate(client, sampling_params=sampling)["choices"]
+        pairs = zip(choice["token_ids"], choice["sampling_mask"], strict=True)
+        assert all(token in mask and len(mask) == 5 for token, mask in pairs)
+
+
+def test_routed_experts_have_vllm_s_form():
+    layout = TokenLayout(name=ROUTED_EXPERTS, dtype="uint8", shape=(2, 3))
+    values = np.arange(30, dtype="uint8").reshape(5, 2, 3)
+    done = Completion(
+        token_ids=[1, 2],
+        finish_reason="stop",
+        columns={ROUTED_EXPERTS: TokenValues(layout=layout, values=values[3:])},
+        prompt_columns={ROUTED_EXPERTS: TokenValues(layout=layout, values=values[:3])},
+    )
+    sent = np.load(io.BytesIO(base64.b64decode(routed_experts(done, 1))))
+    assert np.array_equal(sent, values[1:-1])
+
+
+def test_a_broken_transfer_generates_nothing(client, trainer, models, tiny_model_path):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    model = make_tiny_model(tokenizer, seed=11)
+    trainer.join()
+    trainer.ok("/pause", mode="keep")
+    trainer.ok("/start_weight_update")
+    trainer.leave()
+    name, value = next(model.named_parameters())
+    info = {"names": [name], "dtype_names": ["float32"], "shapes": [list(value.shape)]}
+    response = trainer.call("/update_weights", {"update_info": info})
+    assert response.status_code == 503
+    assert "stay paused" in response.text
+    assert "mix of old and new" in trainer.call("/resume").text
+    body = {"token_ids": PROMPT, "sampling_params": SAMPLING}
+    assert client.post(GENERATE, json=body).status_code == 503
+    trainer.join()
+    trainer.ok("/start_weight_update")
+    trainer.send([(name, value.detach())])
+    assert "send all weights" in trainer.call("/finish_weight_update").text
+    trainer.update(model)
+    models[client.get("/weight_info").json()["weight_version"]] = model
+    check(generate(client)["choices"][0], models)
+
+
+@contextmanager
+def in_front_of(fake) -> Iterator[httpx.Client]:
+    with (
+        AsyncSGLang.connect(fake.url) as engine,
+        Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
+        httpx.Client(base_url=gateway.url, timeout=SECONDS) as client,
+    ):
+        yield client
+
+
+def test_sleep(tiny_model_path):
+    with (
+        FakeServer(tiny_model_path, enable_memory_saver=True) as fake,
+        in_front_of(fake) as client,
+    ):
+        assert client.post("/sleep", params={"level": 2}).status_code == 200
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        client.post("/wake_up", params={"tags": "weights"})
+        assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+        client.post("/wake_up")
+        assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+        # The weights are lost until the trainer sends them.
+        body = {"token_ids": PROMPT, "sampling_params": SAMPLING}
+        assert client.post(GENERATE, json=body).status_code == 503
+
+
+def test_adapters_are_models(tiny_model_path, tmp_path):
+    peft = pytest.importorskip("peft")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    peft.get_peft_model(make_tiny_model(tokenizer), config).save_pretrained(tmp_path)
+    named = {"lora_name": "policy-v1", "lora_path": str(tmp_path)}
+    body = {"model": "policy-v1", "token_ids": PROMPT, "sampling_params": SAMPLING}
+    with (
+        FakeServer(tiny_model_path, enable_lora=True) as fake,
+        in_front_of(fake) as client,
+    ):
+        assert client.post(GENERATE, json=body).status_code == 404
+        response = client.post("/v1/load_lora_adapter", json=named)
+        assert (response.status_code, "Success" in response.text) == (200, True)
+        again = client.post("/v1/load_lora_adapter", json=named)
+        assert "already been loaded" in again.text
+        assert client.post(GENERATE, json=body).status_code == 200
+        config = client.get("/server_info", params={"config_format": "json"}).json()
+        assert config["vllm_config"]["lora_config"]["max_loras"] > 0
+        client.post("/v1/unload_lora_adapter", json=named)
+        assert client.post(GENERATE, json=body).status_code == 404

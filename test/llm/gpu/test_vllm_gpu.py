@@ -1,0 +1,79 @@
+"""A trainer's NCCL group, formed as vLLM does, lands in servers on other GPUs.
+
+The trainer is a process with SGLang's copies of vLLM's ``StatelessProcessGroup`` and
+``PyNcclCommunicator``, which TRL's ``WeightTransferClient`` calls.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model, start
+
+from torchrl_sglang import SGLangWeightSyncScheme
+from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.vllm.dialect import VLLM
+from torchrl_sglang.gateway.vllm.update import LOADER
+from torchrl_sglang.support.event_loop import run_sync
+
+pytestmark = [*NEEDS_GPU, pytest.mark.skipif(GPUS < 2, reason="it needs two GPUs")]
+
+TRAINER = """
+import sys
+import torch
+from helpers import vllm_trainer
+from helpers.gpu import new_model
+from sglang.srt.distributed.device_communicators.pynccl import PyNcclCommunicator
+from sglang.srt.distributed.utils import StatelessProcessGroup
+
+class Group:
+    def __init__(self, info):
+        names = ("master_address", "master_port", "world_size")
+        host, port, size = (info[name] for name in names)
+        group = StatelessProcessGroup.create(host, port, 0, size)
+        self._nccl = PyNcclCommunicator(group, device="cuda:0")
+        self._nccl.disabled = False
+
+    def broadcast(self, tensor, src):
+        self._nccl.broadcast(tensor, src)
+        torch.cuda.synchronize()
+
+vllm_trainer.trainer_init = Group
+trainer = vllm_trainer.Trainer(sys.argv[1])
+trainer.join()
+for seed in (3, 4):
+    trainer.update(new_model(seed), parts=seed - 2)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
+def test_weights_over_nccl(gpu_model_path, ranks):
+    if ranks >= GPUS:
+        pytest.skip("the trainer has a GPU of its own")
+    with (
+        start(
+            gpu_model_path,
+            cuda_devices=list(range(1, 1 + ranks)),
+            tensor_parallel_size=ranks,
+            weight_loader="traced",
+            custom_weight_loader=[LOADER],
+            environment={"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"},
+        ) as engine,
+        Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
+    ):
+        command = [sys.executable, "-c", TRAINER, gateway.url]
+        subprocess.run(command, check=True, timeout=300)
+        model = new_model(4)
+        assert engine.weight_version == "2"
+        assert difference(engine, model) < TOLERANCE
+        name = "model.embed_tokens.weight"
+        (rows,) = run_sync(engine.control.get_weights_by_name(name, 2))
+        sent = model.get_parameter(name)[:2].float().cpu()
+        assert torch.equal(torch.tensor(rows), sent)
+        # The next update of our own sender is verified against the same servers.
+        sender = SGLangWeightSyncScheme(engine).create_sender()
+        sender.update_weights(model, verify=True)
+        sender.shutdown()

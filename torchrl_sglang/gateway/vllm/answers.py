@@ -1,0 +1,199 @@
+"""Answers in vLLM's form: tokens, log-probs and further quantities of each token."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchrl_sglang.gateway.dialects.base import AnswerInfo, Writer, event
+from torchrl_sglang.gateway.dialects.openai import (
+    CompletionWriter,
+    logprob_rows,
+    usage_fields,
+)
+from torchrl_sglang.gateway.request import Request, Usage, finish_reason
+from torchrl_sglang.gateway.turns import Turn
+from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS, SAMPLING_SUPPORT
+from torchrl_sglang.requests.token_values import concatenate
+from torchrl_sglang.types import Completion
+
+UNKNOWN = -9999.0
+"""vLLM's log-prob of a token without one."""
+
+
+def token_name(token: int) -> str:
+    """Returns vLLM's text for a token that is not decoded."""
+    return f"token_id:{token}"
+
+
+class GenerateWriter(Writer):
+    """Formats the answers of ``/inference/v1/generate``.
+
+    A stream has each response in one event: their tokens are whole.
+    """
+
+    def __init__(self, request: Request, info: AnswerInfo) -> None:
+        self._request, self._info = request, info
+
+    def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
+        """Returns the whole answer."""
+        request, first = self._request, turns[0]
+        ids = first.prompt.token_ids if request.about.get("return_token_ids") else None
+        return {
+            **self._head,
+            "model": request.model or None,
+            "created": self._info.created,
+            "choices": self._choices(turns),
+            "usage": usage_fields(usage),
+            "prompt_logprobs": prompt_logprobs(first, self._info.token_text),
+            "prompt_token_ids": ids,
+            "kv_transfer_params": None,
+        }
+
+    def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
+        """Yields the answer as server-sent events."""
+        for choice in self._choices(turns):
+            yield event({**self._head, "choices": [choice]})
+        if self._request.usage:
+            yield event({**self._head, "choices": [], "usage": usage_fields(usage)})
+        yield b"data: [DONE]\n\n"
+
+    @property
+    def _head(self) -> dict[str, Any]:
+        return {"request_id": self._request.request_id or self._info.name}
+
+    def _choices(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        rows = None
+        choices = []
+        for index, turn in enumerate(turns):
+            if self._request.logprobs:
+                rows = {"content": self._rows(turn.completion)}
+            choices.append(
+                {
+                    "index": index,
+                    "logprobs": rows,
+                    "finish_reason": turn.completion.finish_reason,
+                    **token_fields(turn, self._request),
+                }
+            )
+        return choices
+
+    def _rows(self, completion: Completion) -> list[dict[str, Any]]:
+        """Returns log-probs: each token, and then the likeliest other tokens."""
+        number = max(self._request.sampling.top_logprobs, 1)
+        rows = logprob_rows(completion, token_name)
+        for row in rows:
+            sampled = {"token": row["token"], "logprob": row["logprob"]}
+            tops = [top for top in row["top_logprobs"] if top["token"] != row["token"]]
+            row["top_logprobs"] = [sampled, *tops][:number]
+            for entry in (row, *row["top_logprobs"]):
+                entry["bytes"] = None
+        return rows
+
+
+class VLLMWriter(CompletionWriter):
+    """Formats OpenAI's completions with vLLM's fields."""
+
+    def __init__(self, request: Request, info: AnswerInfo) -> None:
+        super().__init__(request, info)
+        self._about = {**self._about, "model": request.model}
+        self._is_chat = request.text is None and request.token_ids is None
+        self._with_ids = bool(request.about.get("return_token_ids"))
+        self._decode = info.token_text
+        if request.about.get("return_tokens_as_token_ids"):
+            self._token_text = token_name
+
+    def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
+        """Returns the whole answer."""
+        answer = super().answer(turns, usage)
+        ids = turns[0].prompt.token_ids if self._with_ids else None
+        about = {
+            "prompt_logprobs": prompt_logprobs(turns[0], self._decode),
+            "prompt_token_ids": ids,
+        }
+        if self._is_chat:
+            return {**answer, **about}
+        choices = [{**choice, **about} for choice in answer["choices"]]
+        return {**answer, "choices": choices}
+
+    def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
+        logprobs = super()._logprobs(turn)
+        if logprobs is not None and not self._is_chat:
+            sampled = zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
+            logprobs["top_logprobs"] = [
+                {token: value, **tops}
+                for (token, value), tops in zip(
+                    sampled, logprobs["top_logprobs"], strict=True
+                )
+            ]
+        return logprobs
+
+    def _end(self, turn: Turn) -> dict[str, Any]:
+        end, done = super()._end(turn), turn.completion
+        reason = "abort" if done.finish_reason == "abort" else finish_reason(turn)
+        end |= {"finish_reason": reason, "stop_reason": done.matched_stop}
+        if self._with_ids:
+            end |= token_fields(turn, self._request)
+        return end
+
+
+def token_fields(turn: Turn, request: Request) -> dict[str, Any]:
+    """Returns a response's tokens, their weight versions and further quantities."""
+    done = turn.completion
+    fields: dict[str, Any] = {
+        "token_ids": done.token_ids,
+        "weight_version": done.weight_version,
+        "weight_versions": [
+            {"version": span.version, "start": span.start, "end": span.end}
+            for span in done.versions
+        ],
+        "mixed_state": done.mixed_state,
+    }
+    if ROUTED_EXPERTS in done.columns:
+        start = request.about.get("routed_experts_prompt_start", 0)
+        fields[ROUTED_EXPERTS] = routed_experts(done, start)
+    if SAMPLING_SUPPORT in done.columns:
+        support = done.columns[SAMPLING_SUPPORT]
+        ends = np.cumsum(support.counts if support.counts is not None else [])[:-1]
+        fields["sampling_mask"] = [p.tolist() for p in np.split(support.values, ends)]
+    return fields
+
+
+def routed_experts(completion: Completion, start: int) -> str:
+    """Returns the experts of all tokens but the last, as base64 of a ``.npy`` file.
+
+    Its shape is ``(tokens - 1 - start, layers, chosen)``.
+    """
+    parts = [completion.columns[ROUTED_EXPERTS]]
+    if ROUTED_EXPERTS in completion.prompt_columns:
+        parts.insert(0, completion.prompt_columns[ROUTED_EXPERTS])
+    values = concatenate(parts).values[start:-1]
+    buffer = io.BytesIO()
+    np.save(buffer, values)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def prompt_logprobs(
+    turn: Turn, decode: Callable[[int], str]
+) -> list[dict[str, Any] | None] | None:
+    """Returns each prompt token's log-prob, by its id; ``None`` for the first token."""
+    values = turn.completion.prompt_log_probs
+    if values is None:
+        return None
+    pairs = zip(turn.prompt.token_ids, values, strict=True)
+    return [
+        {str(token): {"logprob": _finite(value), "rank": None, "decoded_token": text}}
+        if index
+        else None
+        for index, (token, value) in enumerate(pairs)
+        for text in [decode(token)]
+    ]
+
+
+def _finite(value: float) -> float:
+    return max(value, UNKNOWN) if math.isfinite(value) else UNKNOWN
