@@ -52,6 +52,7 @@ def check(completion, model, prompt, params):
     return len(supports)
 
 
+@pytest.mark.slow
 def test_two_hundred_responses(engine, hf_model):
     generator = random.Random(0)
     params = [sampler(generator) for _ in range(200)]

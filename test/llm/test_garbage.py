@@ -31,6 +31,7 @@ def nothing_frozen():
         gc.freeze()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_frozen")
 def test_objects_that_exist_are_frozen_within_the_block():
     old = Cycle()
@@ -47,6 +48,7 @@ def test_objects_that_exist_are_frozen_within_the_block():
     assert dropped() is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("nothing_frozen")
 def test_they_are_not_after_an_error():
     with pytest.raises(ValueError, match="mine"), old_objects_frozen():

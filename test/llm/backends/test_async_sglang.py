@@ -425,6 +425,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 def test_accepted_parameters_are_accepted_by_the_server(engine):
     params = [{**FOUR, **own} for own in ACCEPTED]
     engine.generate(input_ids=[[5, 6]] * len(params), sampling_params=params)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
+
 DOCS = Path(__file__).parents[3] / "docs" / "source"
 
 
+@pytest.mark.slow
 def test_the_page_has_todays_table():
     written = runpy.run_path(str(DOCS / "arrangement_table.py"))
     page = written["PAGE"].read_text()

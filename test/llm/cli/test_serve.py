@@ -200,6 +200,7 @@ def test_several_servers_behind_a_router(tiny_model_path, capsys):
         assert process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_ends_the_command(tiny_model_path, tmp_path):
     words = ("--device=cpu", "--max-restarts=0")
     with serving(tiny_model_path, *words, TMPDIR=str(tmp_path)) as process:

@@ -72,6 +72,7 @@ def test_each_kind_checks_its_own_arguments():
         AgentGroups("url", print)
 
 
+@pytest.mark.slow
 def test_plain_functions_load_no_gateway_and_no_recorder():
     code = (
         "import sys; from torchrl_sglang import AsyncLLMCollector, FunctionGroups; "

@@ -288,6 +288,7 @@ def run(script, *arguments, folder):
     )
 
 
+@pytest.mark.slow
 @needs_gym
 def test_the_demo(restored_engine, tiny_model_path, tmp_path):
     """With a tiny model with random weights, which learns nothing in two steps."""

@@ -214,6 +214,7 @@ def test_a_script_says_what_is_wrong(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on(restored_engine, tiny_model_path, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def few_tokens(conversation, task):\n"

@@ -52,6 +52,7 @@ def test_on_policy_a_correction_changes_nothing(example):
     torch.testing.assert_close(plain[-1][1], corrected[-1][1])
 
 
+@pytest.mark.slow
 def test_the_figure(example, tmp_path):
     config = example.Config(steps=4, evaluate_every=2, runs=2)
     curves = example.compare(config)

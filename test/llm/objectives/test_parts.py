@@ -158,6 +158,7 @@ def test_other_normalisations(kind):
         check(case, numbered(case), kind, torch.float64, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["token_mean", "prompt_mean"])
 @pytest.mark.parametrize(
     "config",

@@ -300,6 +300,7 @@ def check_own_log_probs(td, hf_model, number) -> None:
         torch.testing.assert_close(tops, best, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLING)
 def test_log_probs_are_the_models_own(engine_with_grammar, hf_model, name):
     """Under every sampling parameter, on a server that does not give them by itself."""

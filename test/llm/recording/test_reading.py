@@ -143,6 +143,7 @@ def test_of_ten_gigabytes_the_newest_are_read(folder):
     assert any("are not shown" in sentence for sentence in recording.left_out)
 
 
+@pytest.mark.slow
 def test_a_huge_log_with_a_hole_takes_bounded_memory(tmp_path):
     """The newest lines are read, of 10 GB that another process reads."""
     run = Recorded(tmp_path, texts=False)

@@ -70,6 +70,7 @@ def rollouts_of(folder):
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_passes_over_a_stream_end_and_go_on(make, tmp_path):
     passes = {"prompts": Streamed(), "epochs": 2, "checkpoint_every": 1}
     interrupted = make(**passes)

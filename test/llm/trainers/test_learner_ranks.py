@@ -34,6 +34,7 @@ def test_weights_and_metrics_do_not_depend_on_ranks(ranks, cases):
     assert not wrong
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_an_error_of_one_rank_is_one_of_all():
     """A step is skipped on all ranks or on none, and no rank waits for another."""

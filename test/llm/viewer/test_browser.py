@@ -224,6 +224,7 @@ def test_a_response_is_reached_and_read_by_keyboard_alone(opened, written):
     assert f"{done.log_probs[1]:.2f}"[:4] in told
 
 
+@pytest.mark.slow
 def test_of_a_very_long_response_both_ends_are_shown(page, tmp_path):
     run = Recorded(tmp_path / "long", size=1, groups=1)
     run.step(tokens=1_500_000)
@@ -360,6 +361,7 @@ def test_a_live_run_is_followed(page, served):
     assert page.errors == []
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_after_a_while_is_followed(page, served):
     run, url = served
     page.look()

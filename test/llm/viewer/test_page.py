@@ -319,6 +319,7 @@ def test_a_run_without_anything_is_a_page(tmp_path):
     assert "<title>" in page_html(data["title"], as_script(data))
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_responses_are_a_page(tmp_path):
     run = Recorded(tmp_path, size=8, groups=250, texts=False)
     run.step(tokens=4)

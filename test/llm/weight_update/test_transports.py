@@ -299,6 +299,7 @@ def test_a_server_that_does_not_answer(
     transport.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies(tiny_model_path, new_model, tmp_path):
     """An error within seconds, whether it dies before an update or in it."""
     with AsyncSGLang.from_pretrained(

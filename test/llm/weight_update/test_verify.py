@@ -329,6 +329,7 @@ def test_what_may_differ():
     assert allowed_difference(torch.bfloat16, torch.zeros(4)) == 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_models_that_can_be_called(hf_model):
     assert whole_model(unwrap(hf_model)) is hf_model

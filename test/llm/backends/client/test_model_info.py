@@ -40,6 +40,7 @@ def test_the_served_type_counts(tiny_model_path):
     assert {dtype for dtype, _ in found.values()} == {torch.float16}
 
 
+@pytest.mark.slow
 def test_a_model_that_is_no_language_model():
     from transformers import ViTConfig
 

@@ -312,6 +312,7 @@ def test_arguments_that_keep_a_server_awake(capabilities, name, value):
     assert not any(sleep_obstacles(ServerArgs(enable_memory_saver=True)))
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, score):
     """A trainer uses its memory until the wake-up: it is started again then."""
     with start(tiny_model_path, saver_python) as engine:
@@ -337,6 +338,7 @@ def test_a_server_that_dies_asleep(tiny_model_path, saver_python, hf_model, scor
         sender.shutdown()
 
 
+@pytest.mark.slow
 def test_a_server_that_ends_at_its_sleep_says_why(tiny_model_path, saver_python):
     with start(tiny_model_path, saver_python, max_restarts=0) as engine:
         run_sync(engine.control.pause("retract"))

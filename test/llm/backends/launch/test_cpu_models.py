@@ -46,6 +46,7 @@ def test_the_experts_of_each_token_are_returned(version, tmp_path):
     assert len(set(found)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_vision_model_sees_an_image(version, tmp_path):
     from PIL import Image

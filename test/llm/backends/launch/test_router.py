@@ -528,6 +528,7 @@ def long(tokens: int) -> list[dict[str, Any]]:
     return [{"input_ids": [5, i], "sampling_params": params} for i in range(3, 11)]
 
 
+@pytest.mark.slow
 def test_removing_a_server_cuts_nothing_off(servers):
     first, second = servers
     with (
@@ -550,6 +551,7 @@ def test_removing_a_server_cuts_nothing_off(servers):
         }
 
 
+@pytest.mark.slow
 def test_servers_that_die_while_they_generate(servers):
     """Last in this file: nobody is left afterwards."""
     first, second = servers

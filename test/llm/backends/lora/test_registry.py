@@ -238,6 +238,7 @@ def test_a_replacement_while_generation_is_paused(lora_engine, peft_models):
     assert peft_models.difference(answer, PROMPT, new) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_an_unload_waits_for_its_requests(lora_engine, peft_models):
     model = peft_models.make(16)
     load(lora_engine, "policy", model)

@@ -109,6 +109,7 @@ def test_every_bit_arrives(dtype, share):
         assert torch.equal(bits_of(model.held(name)), bits_of(value)), name
 
 
+@pytest.mark.slow
 def test_a_damaged_message_is_found():
     weights = random_weights(torch.bfloat16)
     data = changes(weights, {n: changed(v, 0.5) for n, v in weights.items()})
@@ -267,6 +268,7 @@ def test_it_imports_neither_this_package_nor_a_pickle():
     assert not names & {"pickle", "marshal", "shelve"}
 
 
+@pytest.mark.slow
 def test_a_python_without_the_package_imports_it():
     code = (
         "import sys, torchrl_sglang_delta as d; "
