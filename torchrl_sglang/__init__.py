@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.gateway.programs.program import AgentProgram
     from torchrl_sglang.objectives.advantages import GroupAdvantage
     from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+    from torchrl_sglang.objectives.divergences import Distillation
     from torchrl_sglang.objectives.losses import (
         CorrectedCISPOLoss,
         CorrectedGRPOLoss,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from torchrl_sglang.trainers.grpo import GRPO
     from torchrl_sglang.trainers.learner import Learner
     from torchrl_sglang.trainers.methods import overlong_penalty
+    from torchrl_sglang.trainers.teacher import Teacher
     from torchrl_sglang.weight_update.encodings.base import WeightEncoding
     from torchrl_sglang.weight_update.scheme import (
         SGLangWeightReceiver,
@@ -71,6 +73,7 @@ _HOME = {
     "CorrectedCISPOLoss": "objectives.losses",
     "CorrectedGRPOLoss": "objectives.losses",
     "CorrectedGSPOLoss": "objectives.losses",
+    "Distillation": "objectives.divergences",
     "EnvironmentGroups": "collectors.groups.environments",
     "FunctionGroups": "collectors.groups.functions",
     "GRPO": "trainers.grpo",
@@ -92,6 +95,7 @@ _HOME = {
     "SGLangWrapper": "policies.sglang_wrapper",
     "SharedCollector": "collectors.shared_collector",
     "StepFigures": "telemetry.figures",
+    "Teacher": "trainers.teacher",
     "TokenColumn": "requests.token_columns",
     "WeightEncoding": "weight_update.encodings.base",
     "attach_weight_sync": "collectors.weight_sync",
@@ -119,6 +123,7 @@ __all__ = [
     "CorrectedCISPOLoss",
     "CorrectedGRPOLoss",
     "CorrectedGSPOLoss",
+    "Distillation",
     "EnvironmentGroups",
     "FunctionGroups",
     "Gateway",
@@ -138,6 +143,7 @@ __all__ = [
     "SGLangWrapper",
     "SharedCollector",
     "StepFigures",
+    "Teacher",
     "TokenColumn",
     "WeightEncoding",
     "__version__",

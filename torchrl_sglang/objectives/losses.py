@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ from torchrl_sglang.objectives.correct import (
     correct,
     scale_advantage,
 )
+from torchrl_sglang.objectives.distillation import (
+    DistillationTerms,
+    compared_ids,
+    distillation_terms,
+)
+from torchrl_sglang.objectives.divergences import Distillation
 from torchrl_sglang.objectives.formulas import masked_mean
 from torchrl_sglang.objectives.loss_arguments import (
     check_denominator,
@@ -140,6 +147,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             replayed. The actor is a ``TransformersWrapper`` of tokens. False computes
             the whole vocabulary at temperature 1, and warns once of such a batch.
             Defaults to True.
+        distillation: a :class:`.Distillation`; the batch has the columns of a
+            :class:`.Teacher`. Defaults to None: no teacher.
         **kwargs: as for TorchRL's class.
 
     Raises:
@@ -167,6 +176,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         max_tokens: int | None = None,
         packing: Packing = "auto",
         replay_sampling: bool = True,
+        distillation: Distillation | None = None,
         **kwargs: Any,
     ) -> None:
         check_keywords(type(self).__name__, kwargs, TorchRLGRPOLoss)
@@ -193,6 +203,10 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.consumer_version = consumer_version
         self.packing = packing
         self.replay_sampling = replay_sampling
+        self.distillation = distillation
+        if distillation is not None:
+            kind: Any = type(self)
+            self.output_type: Any = _with_distillation(kind)
         other = "" if self._reads_tokens() else "the actor is not one of tokens"
         self.padded_because = prepare_packing(
             getattr(self.actor_network, "model", None), packing, other
@@ -203,6 +217,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self._sample_size: dict[str, Statistic] = {}
         # Of the last forward pass: tokens of the loss, after the correction.
         self._mask: Tensor | None = None
+        # Of the last forward pass.
+        self._distilled: DistillationTerms | None = None
         # Of the last forward pass: whether tokens were written, and have log-probs.
         self._scored: tuple[Tensor, Tensor] | None = None
         self.on_scored: Callable[[TensorDictBase, Tensor], None] | None = None
@@ -284,6 +300,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             distance = 0.5 * log_weight.detach().squeeze(-1).square()
             mask = mask & (distance <= self.kl_mask_threshold)
         log_prob = batch.get("_cur_log_prob").unsqueeze(-1)
+        if self.distillation is not None:
+            self._distilled = self._distil(batch, dist, mask)
+            advantage = advantage + self._distilled.reward.unsqueeze(-1)
         if self.correction is not None:
             corrected = self._correct(batch, log_prob, advantage, mask, dist.mask)
             mask = corrected.keep
@@ -299,6 +318,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         output["kl_approx"] = masked_mean(-log_weight.detach().squeeze(-1), mask)
         output |= self._entropy_terms(dist, advantage, mask, batch)
         output |= self._kl_terms(batch, log_prob.squeeze(-1), mask)
+        output |= self._distillation_terms(batch, mask)
         return self.output_type.from_tensordict(TensorDict(output))
 
     def accumulate(
@@ -465,6 +485,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         mask = read_mask(tensordict, self.masking_strategy, tokens.shape[1])
         sampling = self.sampling_of(tensordict)
         options: dict[str, Any] = {"entropy": self.entropy_bonus, "sampling": sampling}
+        if self.distillation is not None:
+            options["ids"] = compared_ids(self.distillation, tensordict, tokens)
         if self.packs:
             terms = packed_terms(actor.model, tokens, attention, mask, **options)
         else:
@@ -583,6 +605,43 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             output[name] = masked_mean(divergence.detach(), mask)
         return output
 
+    def _distil(
+        self, batch: TensorDictBase, dist: Any, mask: Tensor
+    ) -> DistillationTerms:
+        """Compares the policy with the teacher at each loss token."""
+        assert self.distillation is not None
+        if not isinstance(dist, PackedTokens):
+            raise ConfigurationError(
+                "distillation= needs an actor of tokens: TransformersWrapper(model, "
+                "input_mode='tokens', generate=False, pad_model_input=True)."
+            )
+        rollout = read(batch, self.tensor_keys.sample_log_prob, padding_value=0.0)
+        assert rollout is not None
+        config = self.actor_network.model.config
+        return distillation_terms(
+            self.distillation,
+            batch,
+            dist.id_log_probs,
+            rollout,
+            mask,
+            vocabulary=config.get_text_config().vocab_size,
+        )
+
+    def _distillation_terms(
+        self, batch: TensorDictBase, mask: Tensor
+    ) -> dict[str, Tensor]:
+        """Returns the divergence from the teacher, and the mass that it misses."""
+        terms = self._distilled
+        if terms is None:
+            return {}
+        output = {
+            "distillation": masked_mean(terms.divergence, mask),
+            "distillation_missed": masked_mean(terms.missed, mask),
+        }
+        if terms.loss.requires_grad:
+            output["loss_distillation"] = self._mean(terms.loss.unsqueeze(-1), batch)
+        return output
+
     def _read_log_probs(
         self, batch: TensorDictBase, key: NestedKey, mask: Tensor
     ) -> Tensor:
@@ -607,6 +666,16 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             )
         check_finite(key, value, mask)
         return torch.where(mask, value, 0)
+
+
+@cache
+def _with_distillation(loss: Any) -> Any:
+    """Returns a loss's class of outputs, with the fields of a distillation."""
+    output_type = loss.output_type
+    names = ("loss_distillation", "distillation", "distillation_missed")
+    fields = {"__annotations__": dict.fromkeys(names, Tensor | None)}
+    defaults = dict.fromkeys(names)
+    return type(output_type.__name__, (output_type,), {**fields, **defaults})
 
 
 def _sample_size(log_weight: Tensor, mask: Tensor) -> Statistic:

@@ -40,6 +40,8 @@ class PackedTokens:
     """Their log-probs; 0 elsewhere, and for the first token of a sequence."""
     entropy: Tensor
     """Entropies of their distributions; 0 elsewhere."""
+    id_log_probs: Tensor
+    """Log-probs ``(sequences, longest, k)`` of other tokens; 0 elsewhere."""
 
 
 def why_padded(model: Any) -> str:
@@ -109,13 +111,15 @@ def packed_terms(
     *,
     entropy: bool = False,
     sampling: Drawn | None = None,
+    ids: Tensor | None = None,
 ) -> PackedTokens:
     """Runs a model on a batch's sequences in one row; logits of masked tokens only.
 
     ``tokens`` are padded, ``(sequences, longest)``; ``real`` is false for padding,
     ``mask`` true for the tokens to score, and ``sampling`` has the distributions of all
-    tokens. Raises :class:`.ConfigurationError` if a sequence is longer than the model's
-    positions, or a scored token is not in its support.
+    tokens. ``ids`` ``(sequences, longest, k)`` are other tokens to score. Raises
+    :class:`.ConfigurationError` if a sequence is longer than the model's positions, or
+    a scored token is not in its support.
     """
     real = real.bool()
     lengths = real.sum(-1)
@@ -128,14 +132,22 @@ def packed_terms(
     logits = _forward(model, tokens[real], lengths, longest, index[scored] - 1)
     # After the forward pass, a collective: an earlier error hangs other ranks.
     drawn = None if sampling is None else sampling.of(scored, tokens)
-    log_probs, entropies = token_terms(
-        logits, tokens[scored], entropy=entropy, sampling=drawn
+    log_probs, entropies, id_log_probs = token_terms(
+        logits,
+        tokens[scored],
+        entropy=entropy,
+        sampling=drawn,
+        ids=None if ids is None else ids[scored],
     )
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=mask.device)
+    scored_ids = scored.unsqueeze(-1).expand(*mask.shape, id_log_probs.shape[-1])
     return PackedTokens(
         mask=mask.bool(),
         log_prob=empty.masked_scatter(scored, log_probs),
         entropy=empty.masked_scatter(scored, entropies),
+        id_log_probs=empty.unsqueeze(-1)
+        .expand_as(scored_ids)
+        .masked_scatter(scored_ids, id_log_probs),
     )
 
 

@@ -38,6 +38,7 @@ def padded_terms(
     *,
     entropy: bool = False,
     sampling: Drawn | None = None,
+    ids: Tensor | None = None,
 ) -> PackedTokens:
     """Runs an actor's model on left-padded sequences, as :func:`.packed_terms`."""
     _, logits = actor._model_forward_with_padded_sequences(
@@ -49,16 +50,18 @@ def padded_terms(
     )
     # After the forward pass, a collective: an earlier error hangs other ranks.
     drawn = None if sampling is None else sampling.of(mask, tokens)
-    log_probs, entropies = token_terms(
+    log_probs, entropies, of_ids = token_terms(
         logits.flatten(0, 1),
         tokens.flatten(),
         entropy=entropy,
         sampling=None if drawn is None else drawn.place(mask),
+        ids=None if ids is None else ids.flatten(0, 1),
     )
     return PackedTokens(
         mask=mask,
         log_prob=torch.where(mask, log_probs.view_as(mask), 0),
         entropy=torch.where(mask, entropies.view_as(mask), 0),
+        id_log_probs=of_ids.view(*mask.shape, -1).where(mask.unsqueeze(-1), 0),
     )
 
 

@@ -84,7 +84,8 @@ class _TokenTerms(torch.autograd.Function):
         tokens: Tensor,
         with_entropy: bool,
         sampling: Drawn | None,
-    ) -> tuple[Tensor, Tensor]:
+        ids: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         kind = torch.promote_types(logits.dtype, torch.float32)
         log_probs = torch.empty(len(tokens), dtype=kind, device=logits.device)
         entropies = torch.zeros_like(log_probs)
@@ -94,20 +95,28 @@ class _TokenTerms(torch.autograd.Function):
             log_probs[piece.rows] = values.gather(-1, piece.chosen).squeeze(-1)
             if with_entropy:
                 entropies[piece.rows] = _entropy(values)
-        ctx.save_for_backward(logits, tokens, entropies)
+        id_log_probs = torch.empty(ids.shape, dtype=kind, device=logits.device)
+        for rows in _cut(len(ids), logits.shape[-1]) if ids.numel() else ():
+            values = logits[rows].log_softmax(-1, dtype=kind)
+            id_log_probs[rows] = values.gather(-1, ids[rows])
+        ctx.save_for_backward(logits, tokens, entropies, ids)
         ctx.with_entropy, ctx.sampling = with_entropy, sampling
-        return log_probs, entropies
+        return log_probs, entropies, id_log_probs
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, of_log_prob: Tensor, of_entropy: Tensor
-    ) -> tuple[Tensor, None, None, None]:
-        logits, tokens, entropies = ctx.saved_tensors
+        ctx: Any, of_log_prob: Tensor, of_entropy: Tensor, of_ids: Tensor
+    ) -> tuple[Tensor, None, None, None, None]:
+        logits, tokens, entropies, ids = ctx.saved_tensors
         kind = entropies.dtype
         for piece in pieces(logits.shape[-1], tokens, ctx.sampling):
             rows, chosen = piece.rows, piece.chosen
             weight, read = of_log_prob[rows].unsqueeze(-1), piece.read(logits, kind)
+            further = None
+            if ids.numel():
+                # Before the gradient takes the logits' place.
+                further = _gradient_of(logits[rows], ids[rows], of_ids[rows])
             if ctx.with_entropy:
                 values = read.log_softmax(-1, dtype=kind)
                 probs = values.exp()
@@ -120,7 +129,16 @@ class _TokenTerms(torch.autograd.Function):
                 -1, chosen
             )
             piece.write(logits, probs, factor, of_chosen + weight)
-        return logits, None, None, None
+            if further is not None:
+                logits[rows] += further
+        return logits, None, None, None, None
+
+
+def _gradient_of(logits: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Returns the gradient of weighted log-probs of ids over whole logits."""
+    probs = logits.softmax(-1, dtype=weights.dtype)
+    gradient = probs.mul_(-weights.sum(-1, keepdim=True)).scatter_add_(-1, ids, weights)
+    return gradient.to(logits.dtype)
 
 
 def token_terms(
@@ -129,8 +147,12 @@ def token_terms(
     *,
     entropy: bool = False,
     sampling: Drawn | None = None,
-) -> tuple[Tensor, Tensor]:
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns log-probs and entropies ``(tokens,)`` of logits ``(tokens, vocabulary)``.
+
+    The third value has the log-probs ``(tokens, k)`` of other ``ids`` of this shape, at
+    temperature 1 over the whole vocabulary; ``(tokens, 0)`` without ids.
 
     The distribution of a token is the softmax of its logits, divided by its
     temperature, over its support; without ``sampling``, at temperature 1 over the whole
@@ -140,7 +162,7 @@ def token_terms(
     read afterwards.
 
     Examples:
-        >>> log_probs, entropies = token_terms(
+        >>> log_probs, entropies, _ = token_terms(
         ...     torch.tensor([[1.0, 1.0]]), torch.tensor([0]), entropy=True
         ... )
         >>> log_probs.exp(), entropies
@@ -148,13 +170,18 @@ def token_terms(
     """
     if sampling is not None:
         check_ids(sampling.ids, logits.shape[-1])
-    if fits(logits) and (sampling is None or not sampling.ids.numel()):
+    if ids is None:
+        ids = tokens.new_empty(len(tokens), 0)
+    check_ids(ids, logits.shape[-1])
+    unsupported = sampling is not None and sampling.ids.numel()
+    if fits(logits) and not (unsupported or ids.numel()):
         temperatures = None if sampling is None else sampling.temperatures
-        return fused_token_terms(logits, tokens, temperatures, entropy=entropy)
-    terms: tuple[Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
-        logits, tokens, entropy, sampling
+        terms = fused_token_terms(logits, tokens, temperatures, entropy=entropy)
+        return *terms, terms[0].new_empty(ids.shape)
+    all_terms: tuple[Tensor, Tensor, Tensor] = _TokenTerms.apply(  # type: ignore[no-untyped-call]
+        logits, tokens, entropy, sampling, ids
     )
-    return terms
+    return all_terms
 
 
 def check_ids(ids: Tensor, vocabulary: int) -> None:

@@ -137,8 +137,8 @@ class RequestPlan:
         """
         request = self.request
         start = self.scored_from
-        if start is None:
-            start = 0 if request.return_prompt_logprobs else -1
+        if start is None and request.return_prompt_logprobs:
+            start = 0
         params = dict(request.sampling_params)
         limit = params["max_new_tokens"] = min(
             self.limit, params.get("max_new_tokens", self.limit)
@@ -151,11 +151,13 @@ class RequestPlan:
             "return_logprob": request.return_prompt_logprobs
             or (request.wants_logprobs and not self.scores),
             "top_logprobs_num": 0 if self.scores else request.top_logprobs,
-            "logprob_start_len": start,
             "extra_key": cache_key,
             "rid": rid,
         }
+        if start is not None:
+            payload["logprob_start_len"] = start
         payload |= self._column_fields(payload)
+        payload.setdefault("logprob_start_len", -1)
         if request.priority is not None:
             small_first = self.capabilities.args.schedule_low_priority_values_first
             payload["priority"] = -request.priority if small_first else request.priority

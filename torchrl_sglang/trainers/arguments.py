@@ -18,6 +18,7 @@ from torchrl_sglang.collectors.scheduling.prompts import count_tasks
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig
+from torchrl_sglang.objectives.divergences import Distillation
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.recorder import RunRecorder
@@ -34,6 +35,7 @@ from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.placement import check_engine, check_placement
 from torchrl_sglang.trainers.progress import StepsShown
 from torchrl_sglang.trainers.sampling import read_sampling, warn_of_greedy_groups
+from torchrl_sglang.trainers.teacher import check_distillation, check_teacher, no_reward
 from torchrl_sglang.types import LogProbsMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -178,6 +180,18 @@ class RunArguments:
     """Preset or configuration of off-policy correction. By default there is none."""
     kl_to_ref_coeff: Annotated[float, partial(check_positive, zero=True)] = 0.0
     """Coefficient of the divergence from the model before training."""
+    teacher: Annotated[
+        Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None, check_teacher
+    ] = None
+    """Model that the policy learns from beside the rewards, or without rewards: a
+    folder or hub name; a mapping of ``"model"`` and arguments of
+    :meth:`.AsyncSGLang.from_pretrained`; the URL of a running server, or an engine. It
+    has the student's tokenizer."""
+    distillation: Annotated[
+        Mapping[str, Any] | Distillation | None, check_distillation
+    ] = None
+    """A :class:`.Distillation` or its arguments, for a ``teacher``. By default the
+    reverse divergence of the teacher's top 64 tokens, with weight 1."""
     lr: float | None = None
     """Learning rate, unless ``optimizer`` has one. By default 1e-6, or 1e-5 with
     ``lora``."""
@@ -284,6 +298,9 @@ class RunArguments:
     runs has the limits. It needs ``max_staleness=0`` and servers on GPUs."""
 
     def __post_init__(self) -> None:
+        makers = (self.rewards, self.group_rewards, self.step, self.agent, self.env)
+        if self.teacher is not None and not any((*makers, callable(self.collector))):
+            object.__setattr__(self, "rewards", no_reward)
         check_fields(self)
         self._check_minibatches()
         check_placement(self.model, self.engine, self.colocated, self.max_staleness)

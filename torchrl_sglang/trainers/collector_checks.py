@@ -40,7 +40,8 @@ def read_rewards(arguments: RunArguments) -> dict[tuple[str, str], RewardFunctio
     if arguments.step is None and not rewards:
         raise ConfigurationError(
             "There is nothing to learn from: give rewards=... or group_rewards=..., "
-            "functions of a conversation and its task, or a step that sets rewards."
+            "functions of a conversation and its task, a step that sets rewards, or a "
+            "teacher=...."
         )
     FunctionGroups(**{name: getattr(arguments, name) for name in FUNCTIONS})
     return rewards

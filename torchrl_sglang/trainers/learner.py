@@ -35,6 +35,7 @@ from torchrl_sglang.objectives.columns import (
     row_lengths,
 )
 from torchrl_sglang.objectives.correct import NOT_SCORED
+from torchrl_sglang.objectives.distillation import TEACHER
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
@@ -51,6 +52,7 @@ from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
 from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import describe_rows
+from torchrl_sglang.trainers.teacher import Teacher
 
 TRAINING_KEYS = (
     "tokens",
@@ -60,6 +62,7 @@ TRAINING_KEYS = (
     POLICY_VERSIONS,
     REWARD,
     EXPERTS,
+    TEACHER,
     *SAMPLING_KEYS,
 )
 """Columns of a batch that training reads beside the prompts, where it has them."""
@@ -68,8 +71,11 @@ LOG_PROBS = ("log_probs", "full")
 TRAIN_LOG_PROBS = "train_log_probs"
 REF_LOG_PROBS = ("next", "ref_log_probs")
 
-LOSSES = ("objective", "entropy", "kl_to_ref", "kl_to_inference")
-METRICS = ("clip_fraction", "kl_approx", "ESS", "entropy", "kl_to_ref")
+LOSSES = ("objective", "entropy", "kl_to_ref", "kl_to_inference", "distillation")
+METRICS = (
+    *("clip_fraction", "kl_approx", "ESS", "entropy", "kl_to_ref"),
+    *("distillation", "distillation_missed"),
+)
 
 MAX_SKIPPED_STEPS = 5
 """Steps in a row without a finite gradient that do not end a run."""
@@ -93,6 +99,8 @@ class Learner:
             steps; None where the loss has the correction itself. Defaults to None.
         reference: what the loss's divergence is to: a model, or ``"adapter"`` for the
             trained one without its adapter. Defaults to None: no divergence.
+        teacher (Teacher, optional): scores each batch for the loss's ``distillation``.
+            By default the batch has the teacher's columns already.
         minibatches: optimizer steps of a pass over a batch. Defaults to 1.
         epochs: passes over a batch. Defaults to 1.
         max_tokens_per_pass: most tokens of a forward and backward pass, with padding
@@ -125,6 +133,7 @@ class Learner:
         *,
         correct: OffPolicyCorrection | None = None,
         reference: Any = None,
+        teacher: Teacher | None = None,
         minibatches: int = 1,
         epochs: int = 1,
         max_tokens_per_pass: int = 16_384,
@@ -164,6 +173,7 @@ class Learner:
         self.steps = 0
         self._correct = correct
         self._reference = reference
+        self._teacher = teacher
         self._minibatches = minibatches
         self._epochs = epochs
         self._max_tokens = max_tokens_per_pass
@@ -287,7 +297,7 @@ class Learner:
         self.recorder.scored(scored)
 
     def _select(self, batch: TensorDictBase) -> TensorDictBase:
-        """Returns the columns of a batch that training reads."""
+        """Returns the columns of a batch that training reads, with the teacher's."""
         present = batch.keys(True)
         if "advantage" not in present:
             raise ConfigurationError(
@@ -303,7 +313,8 @@ class Learner:
             raise ConfigurationError(f"The batch lacks {LOG_PROBS!r}. {NOT_SCORED}")
         if not hasattr(self.loss, "sampling_of"):
             warn_of_sampling(batch)
-        return batch.select(self.query_key, *TRAINING_KEYS, strict=False)
+        rows = batch.select(self.query_key, *TRAINING_KEYS, strict=False)
+        return rows if self._teacher is None else self._teacher(rows)
 
     def _check_columns(self, rows: TensorDictBase) -> None:
         """Refuses wrong rows of any rank before other ranks wait in a pass."""

@@ -179,11 +179,14 @@ class Run:
         torch.manual_seed(self.arguments.seed)
         # Errors are found before servers are started, which takes minutes.
         self._open_records(stack)
+        teacher = self._training.make_teacher(stack, self.ranks)
         served = self.ranks.first(lambda: self._serving.start(stack, self.ranks))
         self._served = served if self.ranks.is_first else Served()
         self.engine, self.policy = self._served.engine, self._served.policy
         self.gateway = self._served.gateway
         tokenizer = share_tokenizer(self.policy, self.ranks)
+        if teacher is not None:
+            self.ranks.first(lambda: teacher.check_tokens(tokenizer))
         # Ranks share the model by a communicator of their own.
         prepare_nccl(ServerArgs(**self.ranks.first(self._settings_for_nccl)))
         self.model = self._training.load(self.ranks)
@@ -193,7 +196,11 @@ class Run:
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
         self.learner = self._training.make_learner(
-            self.model, tokenizer, self.ranks, reference=reference
+            self.model,
+            tokenizer,
+            self.ranks,
+            reference=reference,
+            teacher=teacher,
         )
         self.learner.recorder = self._recorder_of_scores()
         self.learner.query_key = self.query_key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.advantages import GroupAdvantage, TrajectoryReturn
 from torchrl_sglang.objectives.config import as_config
+from torchrl_sglang.objectives.divergences import Distillation
 from torchrl_sglang.objectives.loss_arguments import (
     check_denominator,
     check_loss_arguments,
@@ -28,6 +30,7 @@ from torchrl_sglang.trainers.optimizers import (
     optimizer_of,
 )
 from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.teacher import Teacher, open_engine
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of trained weights."""
@@ -54,6 +57,11 @@ class Training:
         self.correction = None if correction is None else as_config(correction)
         self.recomputes = self.correction is not None and self.correction.recomputes
         """Whether the old policy is recomputed, which needs a pass before the loss."""
+        self.distillation = arguments.distillation
+        if arguments.teacher is not None:
+            self.distillation = arguments.distillation or Distillation()
+        elif arguments.distillation is not None:
+            raise ConfigurationError("distillation is for a teacher; give a teacher.")
         self.masking: MaskingStrategy = "sft" if arguments.agent is None else "rlhf"
         self.dtype = check_dtype("dtype", arguments.dtype)
         default = 1e-6 if arguments.lora is None else 1e-5
@@ -89,6 +97,7 @@ class Training:
             ("packing", arguments.packing != "auto", "give it there"),
             ("correction", corrects, "give it there, or loss={...}"),
             ("kl_to_ref_coeff", bool(arguments.kl_to_ref_coeff), learner),
+            ("teacher", arguments.teacher is not None, learner),
         ):
             if is_given:
                 raise ConfigurationError(
@@ -123,7 +132,13 @@ class Training:
         )
 
     def make_learner(
-        self, model: Any, tokenizer: Any, ranks: TrainerRanks, *, reference: Any = None
+        self,
+        model: Any,
+        tokenizer: Any,
+        ranks: TrainerRanks,
+        *,
+        reference: Any = None,
+        teacher: Teacher | None = None,
     ) -> Learner:
         """Returns the learner of a model of :meth:`load` and the servers' tokenizer."""
         arguments = self.arguments
@@ -140,6 +155,7 @@ class Training:
             make_schedule(arguments.schedule, optimizer, arguments.warmup_steps, total),
             correct=self._make_correction(loss),
             reference=reference,
+            teacher=teacher,
             minibatches=arguments.minibatches,
             epochs=arguments.epochs_per_batch,
             max_tokens_per_pass=arguments.max_tokens_per_pass,
@@ -147,6 +163,21 @@ class Training:
             autocast=ranks.device().type == "cuda" and ranks.size == 1,
             ranks=ranks,
         )
+
+    def make_teacher(self, stack: ExitStack, ranks: TrainerRanks) -> Teacher | None:
+        """Returns the teacher on each rank; the first rank's stack ends its servers."""
+        teacher = self.arguments.teacher
+        engine: Any = None
+        if teacher is None:
+            return None
+        assert isinstance(self.distillation, Distillation)
+
+        def start() -> None:
+            nonlocal engine
+            engine = stack.enter_context(open_engine(teacher))
+
+        ranks.first(start)
+        return Teacher(ranks.share(engine), self.distillation)
 
     def make_reference(self, model: Any, ranks: TrainerRanks) -> Any:
         """Returns the reference of the loss's divergence, before the model is trained.
@@ -188,6 +219,7 @@ class Training:
             "kl_to_ref_coeff": self.arguments.kl_to_ref_coeff or None,
             "correction": None if self.recomputes else self.correction,
             "packing": self.arguments.packing,
+            "distillation": self.distillation,
             **of_method,
             **(self.arguments.loss or {}),
         }

@@ -63,6 +63,6 @@ def test_what_they_cannot():
         assert not token_kernels.fits(torch.zeros(1, 2, dtype=torch.float64))
         assert not token_kernels.fits(torch.zeros(4, 3).t())
         nothing = torch.zeros(0, 8, requires_grad=True)
-        found, _ = token_terms(nothing * 1, torch.zeros(0, dtype=torch.int64))
+        found, *_ = token_terms(nothing * 1, torch.zeros(0, dtype=torch.int64))
     found.sum().backward()
     assert nothing.grad.shape == (0, 8)

@@ -317,7 +317,7 @@ def test_terms_in_pieces(replayed, dtype, numbers, monkeypatch):
         counts=torch.tensor([len(kept) for _, kept in drawn]),
         ids=torch.tensor([i for _, kept in drawn for i in kept]),
     )
-    found = terms.token_terms(
+    *found, _ = terms.token_terms(
         leaves[0] * 1, tokens, entropy=True, sampling=sampling if replayed else None
     )
     scaled = leaves[1].double() / sampling.temperatures.double().unsqueeze(-1)
@@ -414,7 +414,7 @@ def test_no_second_copy_of_the_logits(most, monkeypatch):
         ids=kept.flatten().long() if most else torch.zeros(0).long(),
     )
     with Largest(logits) as seen:
-        found, entropies = terms.token_terms(
+        found, entropies, _ = terms.token_terms(
             logits, chosen, entropy=True, sampling=sampling
         )
         (gradient,) = torch.autograd.grad((found + entropies).sum(), logits)
@@ -471,7 +471,7 @@ def test_on_a_gpu(most):
     own = logits * 1
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    found, _ = terms.token_terms(own, chosen.cuda(), entropy=True, sampling=on_gpu)
+    found, *_ = terms.token_terms(own, chosen.cuda(), entropy=True, sampling=on_gpu)
     (gradient,) = torch.autograd.grad(found.sum(), own)
     peak = torch.cuda.max_memory_allocated() - before
     assert gradient.data_ptr() == own.data_ptr()
