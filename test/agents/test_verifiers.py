@@ -156,6 +156,19 @@ def test_an_attempt_that_verifiers_repeats_is_not_trained(make_agent, serve, env
         assert trajectory.reward == 1.0
 
 
+def test_a_call_that_outlasts_its_attempt_is_aborted(make_agent, serve):
+    """Its turn would come after the reward."""
+    with serve([RIGHT, Reply(hangs=True)]) as (server, gateway):
+        harness = {"id": "talking_harness", "turns": 2}
+        agent = make_agent(
+            env={"agent": {"timeout": {"rollout": 10.0}}}, harness=harness
+        )
+        (session,) = run(gateway, agent)
+        server.wait_for("/abort_request", timeout=60.0)
+        assert session.reward == 1.0
+        assert len(session.turns) == 1
+
+
 def test_a_repeated_attempt_of_several_is_not_trained(make_agent, serve):
     with serve([RIGHT, Reply(text="raise"), WRONG]) as (_, gateway):
         agent = make_agent(env={"id": "best-of-n", "n": 2, "agent": RETRIES})

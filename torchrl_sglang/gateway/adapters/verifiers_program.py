@@ -16,7 +16,7 @@ import contextlib
 import json
 import os
 import traceback
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from functools import partial
 from itertools import islice
@@ -49,12 +49,13 @@ class Relay:
         self.targets: dict[str, tuple[str, str, str]] = {}
         """By trace: base URL and key of the session, and the name of the agent."""
         self.url = ""
+        self._calls: dict[str, set[asyncio.Task[Any]]] = defaultdict(set)
 
     @contextlib.asynccontextmanager
     async def serving(self) -> Any:
         """Serves on a free port of this machine."""
         application = web.Application(client_max_size=MAX_BODY)
-        application.router.add_route("*", "/v1/{path:.*}", self._forward)
+        application.router.add_route("*", "/v1/{path:.*}", self._handle)
         runner = web.AppRunner(application)
         await runner.setup()
         timeout = aiohttp.ClientTimeout(total=RELAY_SECONDS)
@@ -69,6 +70,14 @@ class Relay:
                 yield self
         finally:
             await runner.cleanup()
+
+    async def end(self, trace_id: str) -> None:
+        """Ends a trace, and the calls that its harness no longer waits for."""
+        self.targets.pop(trace_id, None)
+        if calls := self._calls.pop(trace_id, None):
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
 
     async def reward(self, job: dict[str, Any], agent: str, reward: float) -> None:
         """Sets the reward of an agent of a session."""
@@ -90,11 +99,22 @@ class Relay:
             if answer.status != 200:
                 raise RuntimeError(f"{url}: {await answer.text()}")
 
-    async def _forward(self, request: web.Request) -> web.StreamResponse:
-        target = self.targets.get(request.headers.get("X-Session-ID", ""))
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        trace_id = request.headers.get("X-Session-ID", "")
+        target = self.targets.get(trace_id)
         if target is None:
             raise web.HTTPForbidden(text="This trace has ended.")
-        base_url, key, agent = target
+        calls, call = self._calls[trace_id], asyncio.current_task()
+        assert call is not None
+        calls.add(call)
+        try:
+            return await self._forward(request, *target)
+        finally:
+            calls.discard(call)
+
+    async def _forward(
+        self, request: web.Request, base_url: str, key: str, agent: str
+    ) -> web.StreamResponse:
         body = await request.read()
         if body:
             # A session tells its agents apart by the model in their requests.
@@ -165,7 +185,7 @@ class Episodes:
             episode = await self.env.run_slot(slot, context, on_trace=begin)
         finally:
             for trace_id in agents:
-                self._relay.targets.pop(trace_id, None)
+                await self._relay.end(trace_id)
         # Attempts that verifiers began anew are not in the episode.
         for trace_id in agents.keys() - {trace.id for trace in episode.traces}:
             await self._relay.discard(job, agents[trace_id])
