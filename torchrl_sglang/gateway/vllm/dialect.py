@@ -105,6 +105,7 @@ class VLLM(Dialect):
             600.
 
     Examples:
+        >>> import httpx
         >>> with Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway:
         ...     url = f"{gateway.url}/inference/v1/generate"
         ...     body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
