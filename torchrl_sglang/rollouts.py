@@ -38,6 +38,7 @@ def load_rollouts(
     - ``status``: ``"complete"``, ``"filtered"``, ``"held-out"`` or ``"session"``.
     - ``session``: name of a gateway's session.
 
+    Rows are as they were when their group was complete, before ``on_stale`` masks some.
     Messages have ``tool_calls`` as JSON there, and ``weight_versions`` counts the
     collector's updates.
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from torchrl_sglang.observer import GroupEnded, ResponseRecord, TurnRecord
 from torchrl_sglang.recording.format import Bounds, key_of, pack
-from torchrl_sglang.recording.rows import prompt_key, rows_of
+from torchrl_sglang.recording.rows import RowPacker, prompt_key, rows_of
 
 PREVIEW = 200
 """Characters of a prompt in the line of its group."""
@@ -44,7 +44,7 @@ def summary_of(
     """Returns the line of a group, without the place of its texts."""
     first = next((turn for response in responses for turn in response.turns), None)
     prompt = _message(first.messages[-1], bounds) if first and first.messages else {}
-    group = event.group
+    group, packed = event.group, RowPacker()
     return {
         "id": group.id,
         "position": group.position,
@@ -53,28 +53,15 @@ def summary_of(
         "status": event.status,
         "versions": list(event.versions),
         "prompt": prompt.get("content", LEFT_OUT)[:PREVIEW],
-        "prompt_key": prompt_key(responses),
+        "prompt_key": prompt_key(responses, packed),
         "responses": [
-            {**_summary_of_response(response), "keys": keys}
-            for response, keys in zip(responses, _keys_of(responses), strict=True)
+            {
+                **_summary_of_response(response),
+                "keys": [key_of(*packed.of(row)) for row in response.rows],
+            }
+            for response in responses
         ],
     }
-
-
-def _keys_of(responses: Sequence[ResponseRecord]) -> list[list[str]]:
-    """Returns the :func:`row_key` of each row of responses."""
-    # Responses share their prompt, which may be long.
-    packed: dict[int, bytes] = {}
-
-    def pack_once(token_ids: Any) -> bytes:
-        if id(token_ids) not in packed:
-            packed[id(token_ids)] = pack(token_ids, "i4")
-        return packed[id(token_ids)]
-
-    return [
-        [key_of(*map(pack_once, row.tokens)) for row in response.rows]
-        for response in responses
-    ]
 
 
 def _summary_of_response(response: ResponseRecord) -> dict[str, Any]:
@@ -140,7 +127,7 @@ def texts_of(
     id_: int, responses: Sequence[ResponseRecord], bounds: Bounds
 ) -> dict[str, Any]:
     """Returns the conversations of a group with their tokens."""
-    pieces: dict[bytes, int] = {}
+    packed, pieces = RowPacker(), dict[bytes, int]()
     lines = []
     for response in responses:
         line: dict[str, Any] = {
@@ -149,7 +136,7 @@ def texts_of(
             "truncated": response.truncated,
         }
         if bounds.prompts and bounds.responses:
-            line["rows"] = rows_of(response, pieces)
+            line["rows"] = rows_of(response, packed, pieces)
         lines.append(line)
     return {"id": id_, "responses": lines, "pieces": list(pieces)}
 

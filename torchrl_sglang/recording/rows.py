@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_sglang.observer import ResponseRecord
+from torchrl_sglang.observer import ResponseRecord, RowRecord
 from torchrl_sglang.recording.format import key_of, pack, unpack
 from torchrl_sglang.recording.lines import GroupLine, ResponseLine
 
@@ -18,31 +18,48 @@ NO_VERSION = -1
 Ids = np.ndarray[Any, Any]
 """Token ids."""
 
+ID_BYTES = 4
+"""Bytes of a packed token id."""
 
-def rows_of(response: ResponseRecord, pieces: dict[bytes, int]) -> list[dict[str, Any]]:
+
+class RowPacker:
+    """Packs tokens of rows; a prompt that the responses of a group share, once."""
+
+    def __init__(self) -> None:
+        self._packed: dict[int, bytes] = {}
+
+    def of(self, row: RowRecord) -> list[bytes]:
+        """Returns the packed parts of the tokens of a row, which stays alive."""
+        for part in row.tokens:
+            if id(part) not in self._packed:
+                self._packed[id(part)] = pack(part, "i4")
+        return [self._packed[id(part)] for part in row.tokens]
+
+
+def rows_of(
+    response: ResponseRecord, packed: RowPacker, pieces: dict[bytes, int]
+) -> list[dict[str, Any]]:
     """Returns the rows of a response, without the tokens of its turns.
 
     Args:
         response: with its rows.
+        packed: of its group.
         pieces: tokens before and between turns, each with its number; new ones are
             added. Responses of a group share their prompt.
     """
     turns = {turn.number: turn for turn in response.turns}
     lines: list[dict[str, Any]] = []
-    earlier: Ids = np.empty(0, "i8")
+    earlier = b""
     for row in response.rows:
-        ids = np.concatenate([np.asarray(part, "<i4") for part in row.tokens])
+        ids = b"".join(packed.of(row))
         # The prompt of a later turn begins with the row of an earlier turn.
-        shared = len(earlier)
-        goes_on = 0 < shared <= turns[row.turns[0]].prompt_tokens and np.array_equal(
-            ids[:shared], earlier
-        )
-        places, start = [], shared if goes_on else 0
+        prompt = ids[: ID_BYTES * turns[row.turns[0]].prompt_tokens]
+        goes_on = bool(earlier) and prompt.startswith(earlier)
+        places, start = [], len(earlier) if goes_on else 0
         for number in row.turns:
-            end = turns[number].prompt_tokens
-            piece = ids[start:end].tobytes()
-            places.append(pieces.setdefault(piece, len(pieces)))
-            start = end + len(turns[number].completion.token_ids)
+            end = ID_BYTES * turns[number].prompt_tokens
+            places.append(pieces.setdefault(ids[start:end], len(pieces)))
+            start = end + ID_BYTES * len(turns[number].completion.token_ids)
         lines.append(
             {
                 "turns": row.turns,
@@ -55,13 +72,13 @@ def rows_of(response: ResponseRecord, pieces: dict[bytes, int]) -> list[dict[str
     return lines
 
 
-def prompt_key(responses: Sequence[ResponseRecord]) -> str:
+def prompt_key(responses: Sequence[ResponseRecord], packed: RowPacker) -> str:
     """Returns a digest of the first prompt's tokens; empty without rows."""
     for response in responses:
         for row in response.rows:
             first = next(t for t in response.turns if t.number == row.turns[0])
-            ids = np.concatenate([np.asarray(part, "<i4") for part in row.tokens])
-            return key_of(pack(ids[: first.prompt_tokens], "i4"))
+            ids = b"".join(packed.of(row))
+            return key_of(ids[: ID_BYTES * first.prompt_tokens])
     return ""
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from datasets import concatenate_datasets
-from helpers.collecting import length_reward
+from datasets import Dataset
+from helpers.collecting import OneReward, length_reward, one_turn_env
 
 from torchrl_sglang import (
     GroupAdvantage,
@@ -74,15 +74,18 @@ def test_a_recording_becomes_the_dataset_of_its_batches(make, tmp_path):
     collector = make(
         recorder=recorder,
         group_size=2,
+        groups_per_batch=4,
         total_groups=4,
         step=twice,
         max_turns=2,
         rewards={"length": (length_reward, 0.5)},
     )
-    expected = concatenate_datasets([batch_to_dataset(batch) for batch in collector])
+    (batch,) = collector
+    expected = batch_to_dataset(batch)
     collector.shutdown()
     recorder.close()
     recorded = load_rollouts(tmp_path)
+    assert isinstance(recorded, Dataset)
     dataset = recorded.select(np.argsort(recorded["position"], kind="stable"))
     assert len(dataset) == len(expected) == 16
     for name in (
@@ -96,6 +99,43 @@ def test_a_recording_becomes_the_dataset_of_its_batches(make, tmp_path):
     assert len(set(dataset["group"])) == 4
     batch = dataset_to_batch(dataset)
     assert [row_key(row["tokens", "full"].numpy()) for row in batch] == keys_of(batch)
+
+
+def test_rows_of_environments_have_their_tokens(make, tmp_path):
+    recorder = RunRecorder(tmp_path)
+    collector = make(
+        recorder=recorder,
+        env=lambda: one_turn_env(OneReward()),
+        rewards=None,
+        group_size=2,
+        groups_per_batch=4,
+        total_groups=4,
+    )
+    (batch,) = collector
+    expected = batch_to_dataset(batch)
+    collector.shutdown()
+    recorder.close()
+    recorded = load_rollouts(tmp_path)
+    dataset = recorded.select(np.argsort(recorded["position"], kind="stable"))
+    for name in ("prompt_ids", "completion_ids", "env_mask", "logprobs", "reward"):
+        assert dataset[name] == expected[name], name
+    for row in dataset:
+        assert isinstance(row["prompt"], str)
+        assert row["done"]
+
+
+def test_rows_with_other_tokens_are_left_out_and_counted(make, tmp_path, caplog):
+    recorder = RunRecorder(tmp_path)
+    for _ in make(recorder=recorder, total_groups=4):
+        pass
+    recorder.close()
+    (path,) = tmp_path.glob("texts-*")
+    content = path.read_bytes()
+    place = content.index(b'"pieces":["') + len(b'"pieces":["')
+    edited = b"B" if content[place : place + 1] == b"A" else b"A"
+    path.write_bytes(content[:place] + edited + content[place + 1 :])
+    assert len(load_rollouts(tmp_path)) == 3
+    assert "1 of 4 groups" in caplog.text
 
 
 def test_a_group_that_fails_is_recorded(make, tmp_path):
