@@ -105,21 +105,46 @@ def conversation_returns(
 def groups_of_agents(
     rows: TensorDictBase, conversation: Tensor, group_size: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yields each group with a conversation of agents that differ in their rewards.
+    """Yields the rows that are compared where agents of a session differ in rewards.
 
-    An agent is known by the ``model`` of its requests. Yields the group's number, a
-    mask ``(B,)`` of its rows, and their rewards.
+    An agent is known by the ``model`` of its requests. Agents of one role, such as
+    ``solver`` and ``solver-2``, are compared with each other, in all sessions of their
+    group. Yields the group's number, a mask ``(B,)`` of the role's rows, and their
+    rewards.
     """
     rewards = row_rewards(rows)
-    by_model: dict[int, dict[Any, float]] = defaultdict(dict)
-    of_rows = zip(conversation.tolist(), rows.unbind(0), rewards.tolist(), strict=True)
-    for number, row, reward in of_rows:
-        request = row.get("request", None)
-        by_model[number][None if request is None else request["model"]] = reward
-    differ = (n for n, of in by_model.items() if len(set(of.values())) > 1)
+    models = [_model(row) for row in rows.unbind(0)]
+    group_of_row = (conversation // group_size).tolist()
+    by_session: dict[int, dict[Any, float]] = defaultdict(dict)
+    for number, model, reward in zip(
+        conversation.tolist(), models, rewards.tolist(), strict=True
+    ):
+        by_session[number][model] = reward
+    differ = (n for n, of in by_session.items() if len(set(of.values())) > 1)
     for group in sorted({number // group_size for number in differ}):
-        mask = conversation // group_size == group
-        yield group, mask, rewards[mask]
+        names = {
+            model
+            for model, number in zip(models, group_of_row, strict=True)
+            if number == group
+        }
+        roles = [
+            _role(model, names) if number == group else None
+            for model, number in zip(models, group_of_row, strict=True)
+        ]
+        for role in dict.fromkeys(filter(None, roles)):
+            mask = torch.tensor([value == role for value in roles])
+            yield group, mask, rewards[mask]
+
+
+def _model(row: TensorDictBase) -> str:
+    request = row.get("request", None)
+    return "policy" if request is None else str(request["model"])
+
+
+def _role(model: str, models: set[str]) -> str:
+    """Returns an agent's name without its number, if the first one has the rest."""
+    base, _, number = model.rpartition("-")
+    return base if number.isdigit() and base in models else model
 
 
 class GroupAdvantage:
@@ -136,7 +161,8 @@ class GroupAdvantage:
         trajectory_return: ``"sum"`` adds the rewards of a conversation's turns up;
             ``"mean"`` is for agents, each of whose rows has the whole reward. Where
             the agents of a session have rewards of their own, each row of its group has
-            an advantage of its own, among all rows of the group. Defaults to ``"sum"``.
+            an advantage of its own, among the rows of agents of its role. Defaults to
+            ``"sum"``.
 
     Raises:
         ConfigurationError: if an argument is invalid, or, when called, a batch does not
@@ -190,7 +216,8 @@ class GroupAdvantage:
         if self._trajectory_return == "mean":
             groups = groups_of_agents(batch, conversation, self.group_size)
             for _, mask, rewards in groups:
-                of_rows[mask] = self._advantages(rewards[None])[0]
+                alone = rewards.numel() == 1
+                of_rows[mask] = 0.0 if alone else self._advantages(rewards[None])[0]
         return batch.set("advantage", of_rows.view(-1, 1, 1))
 
     def _advantages(self, returns: Tensor) -> Tensor:

@@ -118,8 +118,12 @@ def describe(
     flat = (groups.max(-1).values - groups.min(-1).values) < 1e-9
     if trajectory_return == "mean":
         # Agents that differ in a session are compared one by one.
-        for number, _, _ in groups_of_agents(batch, conversation, group_size):
-            flat[number] = False
+        spreads: dict[int, float] = defaultdict(float)
+        for number, _, values in groups_of_agents(batch, conversation, group_size):
+            spread = (values.max() - values.min()).item()
+            spreads[number] = max(spreads[number], spread)
+        for number, spread in spreads.items():
+            flat[number] = spread < 1e-9
     rows = batch.unbind(0)
     lengths = [count_written(row) for row in rows]
     ages = [

@@ -92,7 +92,8 @@ def test_agents_with_rewards_of_their_own_are_compared_with_each_other():
     batch = batch_of([0.0, 0.0, 5.0, 0.0], turns=[2, 2, 1, 1])
     for number, (row, reward) in enumerate(zip(batch.unbind(0), rewards, strict=True)):
         row["next", "reward"].fill_(reward)
-        row["request"] = TensorDict(model=NonTensorData(f"agent-{number % 2}"))
+        name = ("agent", "agent-2")[number % 2]
+        row["request"] = TensorDict(model=NonTensorData(name))
     by_two = GroupAdvantage(2, "centered", trajectory_return="mean")
     found = by_two(batch)["advantage"].flatten().tolist()
     assert found == [1.0, -1.0, 1.0, -1.0, 0.5, -0.5]
@@ -104,6 +105,29 @@ def test_agents_with_rewards_of_their_own_are_compared_with_each_other():
     found = by_two(batch)["advantage"].flatten().tolist()
     assert found == [0.0, 0.0, 0.0, 0.0, 0.5, -0.5]
     assert not filters(batch.unbind(0)[:4])
+
+
+def test_agents_of_different_roles_are_not_compared_with_each_other():
+    rewards = [1.0, 5.0, 0.0, 3.0]
+    batch = batch_of([0.0, 0.0], turns=[2, 2])
+    for number, (row, reward) in enumerate(zip(batch.unbind(0), rewards, strict=True)):
+        row["next", "reward"].fill_(reward)
+        name = ("gpt-4", "critic")[number % 2]
+        row["request"] = TensorDict(model=NonTensorData(name))
+    by_two = GroupAdvantage(2, "centered", trajectory_return="mean")
+    assert by_two(batch)["advantage"].flatten().tolist() == [0.5, 1.0, -0.5, -1.0]
+
+
+def test_an_agent_without_another_of_its_role_has_no_advantage():
+    batch = batch_of([0.0, 0.0], turns=[2, 1])
+    models = ("solver", "helper", "solver")
+    for number, (row, name) in enumerate(zip(batch.unbind(0), models, strict=True)):
+        row["next", "reward"].fill_(float(number))
+        row["request"] = TensorDict(model=NonTensorData(name))
+    by_two = GroupAdvantage(2, trajectory_return="mean")
+    found = by_two(batch)["advantage"].flatten()
+    assert found[1] == 0
+    assert found[0] == -found[2] < 0
 
 
 def test_a_function():

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
 
 from torchrl_sglang.collectors.groups.user_functions import check_call, naming
@@ -53,8 +54,9 @@ def make_filter(
         stack = LazyStackedTensorDict(*rows)
         returns, conversation = conversation_returns(stack, how)
         if of_agents:
-            for _, _, rewards in groups_of_agents(stack, conversation, len(returns)):
-                returns = rewards
+            compared = groups_of_agents(stack, conversation, len(returns))
+            if rewards := [values for _, _, values in compared]:
+                returns = torch.cat(rewards)
         with naming(_ROLE):
             verdict = function(returns.tolist())
         return (
