@@ -103,7 +103,8 @@ def _rows(recording: Recording) -> Iterator[dict[str, Any]]:
     if count:
         torchrl_logger.warning(
             f"{count} of {total} groups in {folder!r} are not in the dataset: their "
-            f"conversations were not recorded, or made room for newer ones."
+            f"conversations were not recorded, made room for newer ones, or are "
+            f"damaged."
         )
 
 

@@ -74,16 +74,18 @@ class Trainer:
             thread.join(SECONDS)
         return response
 
-    def update(self, model: Any, parts: int = 1) -> None:
+    def update(self, model: Any, parts: int = 1, *, pauses: bool = True) -> None:
         """Sends a whole update, in parts."""
         tensors = [(name, value.detach()) for name, value in model.named_parameters()]
-        self.ok("/pause", mode="keep")
+        if pauses:
+            self.ok("/pause", mode="keep")
         self.ok("/start_weight_update", {"is_checkpoint_format": True})
         for part in range(parts):
             response = self.send(tensors[part::parts])
             assert response.status_code == 200, response.text
         self.ok("/finish_weight_update")
-        self.ok("/resume")
+        if pauses:
+            self.ok("/resume")
 
     def leave(self) -> None:
         """Leaves the group, as a trainer that ends."""

@@ -117,6 +117,23 @@ def test_each_call_has_a_result(run, name):
         assert result.isdigit() or result.startswith("Error: ")
 
 
+def test_an_argument_may_have_any_name(run):
+    """Also a parameter's of the caller of tools."""
+
+    def wait(seconds: int, function: str) -> str:
+        """Waits.
+
+        Args:
+            seconds: how long.
+            function: for what.
+        """
+        return f"{function} {seconds}"
+
+    text = write_call("wait", {"seconds": 3, "function": "tea"})
+    (conversation,) = run([text, "Done."], tools=[wait])
+    assert results(conversation) == ["tea 3"]
+
+
 def test_calls_in_reasoning_that_the_prompt_begins(run):
     (conversation,) = run([f"I could {GOOD}"], template="deepseek-r1")
     assert len(conversation.turns) == 1

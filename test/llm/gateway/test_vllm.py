@@ -39,6 +39,14 @@ def models(tiny_model_path) -> dict[str, Any]:
     return {"default": make_tiny_model(tokenizer)}
 
 
+GROUP = {
+    "master_address": "127.0.0.1",
+    "master_port": 1,
+    "rank_offset": 1,
+    "world_size": 3,
+}
+
+
 @pytest.fixture(scope="module")
 def vllm_engine(tiny_model_path) -> Iterator[AsyncSGLang]:
     with AsyncSGLang.from_pretrained(
@@ -229,6 +237,12 @@ def test_pauses(client):
         ("/sleep?level=1", None, 400, "enable-weights-cpu-backup"),
         ("/init_weight_transfer_engine", {}, 400, "Missing 'init_info'"),
         ("/init_weight_transfer_engine", {"init_info": {}}, 400, "master_address"),
+        (
+            "/init_weight_transfer_engine",
+            {"init_info": {**GROUP, "rank_offset": "1"}},
+            400,
+            "rank_offset='1'",
+        ),
         ("/update_weights", {}, 400, "Missing 'update_info'"),
         ("/finish_weight_update", {}, 500, "without a matching start_weight_update"),
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "checkpoint"),
@@ -333,11 +347,16 @@ def test_routed_experts_have_vllm_s_form():
     assert np.array_equal(sent, values[1:-1])
 
 
-def test_a_broken_transfer_generates_nothing(client, trainer, models, tiny_model_path):
+@pytest.mark.parametrize("pauses", [True, False])
+def test_a_broken_transfer_generates_nothing(
+    client, trainer, models, tiny_model_path, pauses
+):
+    """Until a whole update, after which servers are paused only if they were."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     model = make_tiny_model(tokenizer, seed=11)
     trainer.join()
-    trainer.ok("/pause", mode="keep")
+    if pauses:
+        trainer.ok("/pause", mode="keep")
     trainer.ok("/start_weight_update")
     trainer.leave()
     name, value = next(model.named_parameters())
@@ -352,9 +371,34 @@ def test_a_broken_transfer_generates_nothing(client, trainer, models, tiny_model
     trainer.ok("/start_weight_update")
     trainer.send([(name, value.detach())])
     assert "send all weights" in trainer.call("/finish_weight_update").text
-    trainer.update(model)
+    trainer.update(model, pauses=pauses)
     models[client.get("/weight_info").json()["weight_version"]] = model
     check(generate(client)["choices"][0], models)
+
+
+def test_an_abandoned_update_ends_when_a_trainer_joins(
+    client, trainer, models, tiny_model_path
+):
+    """It is no whole update, so nothing is generated before the next one."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    model = make_tiny_model(tokenizer, seed=12)
+    trainer.join()
+    trainer.ok("/start_weight_update")
+    trainer.send([(name, value.detach()) for name, value in model.named_parameters()])
+    trainer.leave()
+    trainer.join()
+    body = {"token_ids": PROMPT, "sampling_params": SAMPLING}
+    assert client.post(GENERATE, json=body).status_code == 503
+    trainer.update(model, pauses=False)
+    models[client.get("/weight_info").json()["weight_version"]] = model
+    check(generate(client)["choices"][0], models)
+
+
+def test_level_0_stops_the_scheduler_alone(client):
+    assert client.post("/sleep", params={"level": 0}).status_code == 200
+    assert client.get("/is_paused").json() == {"is_paused": True}
+    assert client.post("/wake_up", params={"tags": "scheduling"}).status_code == 200
+    assert generate(client)["choices"]
 
 
 @contextmanager

@@ -203,11 +203,13 @@ class _Connection:
         return await run_async(self._call(name, arguments))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        task = None
         try:
             client = await self._connected()
+            task = self._task
             result = await client.call_tool(name, arguments)
         except Exception as error:
-            if getattr(error, "code", CONNECTION_CLOSED) == CONNECTION_CLOSED:
+            if _is_lost(error) and self._task is task:
                 # The next call connects again.
                 await self.close()
             raise ToolError(describe(_cause(error))) from error
@@ -220,6 +222,8 @@ class _Connection:
         task, self._task = self._task, None
         if task is not None:
             self._stop.set()
+            if self._client is not None and not self._client.done():
+                task.cancel()
             await asyncio.wait([task], timeout=CONNECT_SECONDS)
             task.cancel()
 
@@ -238,14 +242,20 @@ class _Connection:
     async def _serve(self, ready: asyncio.Future[Any], stop: asyncio.Event) -> None:
         """Holds the connection: its task enters and leaves it."""
         try:
-            async with self._server.connected() as client:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    client = await stack.enter_async_context(self._server.connected())
                 ready.set_result(client)
                 await stop.wait()
-        except Exception as error:  # noqa: BLE001 - Passed on.
+        except BaseException as error:
+            is_error = isinstance(error, Exception)
             if not ready.done():
-                ready.set_exception(error)
+                closed = ConnectionError("The connection was closed.")
+                ready.set_exception(error if is_error else closed)
                 # Nobody may wait any more.
                 ready.exception()
+            if not is_error:
+                raise
 
 
 def _close(servers: list[_Connection]) -> None:
@@ -274,6 +284,16 @@ def _text(result: Any) -> str:
         for part in result.content
     ]
     return "\n".join(parts)
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Returns whether an error is the connection's, not one call's."""
+    cause = _cause(error)
+    code = getattr(cause, "code", None)
+    if code is not None:
+        return bool(code == CONNECTION_CLOSED)
+    # The client raises these about the content of a result.
+    return not isinstance(cause, (RuntimeError, TypeError, ValueError))
 
 
 def _cause(error: BaseException) -> BaseException:

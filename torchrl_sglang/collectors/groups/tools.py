@@ -8,6 +8,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, get_type_hints
 
 from torchrl.envs.llm.transforms.tools import ToolCall
@@ -277,11 +278,11 @@ class Tools:
                 names = ", ".join(sorted(self._functions))
                 return f"Error: there is no tool {call.tool!r}; there are: {names}."
             bound = {str(name): value for name, value in dict(call.args or {}).items()}
-            if CONVERSATION in bound:
-                raise TypeError(f"{call.tool}() has no argument {CONVERSATION!r}")
             if CONVERSATION in parameters_of(function):
+                if CONVERSATION in bound:
+                    raise TypeError(f"{call.tool}() has no argument {CONVERSATION!r}")
                 bound[CONVERSATION] = conversation
-            value = await blocking.call(function, seconds=seconds, **bound)
+            value = await blocking.call(partial(function, **bound), seconds=seconds)
             text = value if isinstance(value, str) else json.dumps(value, default=str)
         except CallTimeoutError:
             return f"Error: {call.tool} took longer than {seconds:g} s."

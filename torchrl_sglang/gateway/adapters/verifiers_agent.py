@@ -38,6 +38,9 @@ TASK = "task"
 
 PROGRAM = Path(__file__).with_name("verifiers_program.py")
 
+ANSWERS = frozenset({"num_tasks", "id", "failure"})
+"""Keys of which each answer of the process has one."""
+
 LOG_LINES = 30
 LOG_LINE_BYTES = 2**12
 """Longer lines of its errors are cut."""
@@ -340,6 +343,8 @@ class _Process:
         for line in _lines(self._popen.stdout, MAX_ANSWER_BYTES):
             try:
                 answer = json.loads(line)
+                if not (isinstance(answer, dict) and not ANSWERS.isdisjoint(answer)):
+                    raise ValueError
             except ValueError:
                 # A library printed it while verifiers was imported.
                 printed = line[:LOG_LINE_BYTES].decode(errors="replace")

@@ -49,6 +49,7 @@ class Controls:
         self._engine = engine
         self._timeout = timeout
         self._updates = WeightUpdates(engine, timeout=timeout)
+        self._asleep_at_level_0 = False
         posts: dict[str, Callable[[Fields, Fields], Any]] = {
             "/pause": self._pause,
             "/resume": self._resume,
@@ -105,6 +106,7 @@ class Controls:
             if mode != "keep" and not engine.control.paused:
                 self._drain()
             run_sync(engine.control.pause("retract"))
+        self._updates.stays_paused = True
 
     def _abort(self, request_ids: Any = None) -> int:
         abort = getattr(self._engine, "abort", None)
@@ -132,6 +134,7 @@ class Controls:
                     "again after a whole weight update."
                 )
             run_sync(engine.control.resume())
+        self._updates.stays_paused = self._asleep_at_level_0 = False
         return {"status": "resumed"}
 
     def _is_paused(self, query: Fields, body: Fields) -> dict[str, bool]:
@@ -195,6 +198,7 @@ class Controls:
             )
         if level == "0":
             self._hold(mode)
+            self._asleep_at_level_0 = True
             return {}
         if mode == "keep":
             raise ConfigurationError(
@@ -212,7 +216,13 @@ class Controls:
 
     def _wake_up(self, query: Fields, body: Fields) -> dict[str, Any]:
         tags = query.getall("tags", None) if hasattr(query, "getall") else None
-        self._engine.wake_up(tags)
+        if tags is not None:
+            # vLLM's name of what level 0 stops.
+            tags = [tag for tag in tags if tag != "scheduling"]
+        if tags is None or tags:
+            self._engine.wake_up(tags)
+        if self._asleep_at_level_0:
+            self._resume(query, body)
         return {}
 
     def _is_sleeping(self, query: Fields, body: Fields) -> dict[str, bool]:

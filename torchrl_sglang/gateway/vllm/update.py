@@ -50,6 +50,8 @@ JOIN_SECONDS = 60.0
 _INIT_FIELDS = {"master_address", "master_port", "rank_offset", "world_size"}
 _WIRE_FIELDS = {"packed", "packed_buffer_size_bytes", "packed_num_buffers"}
 
+_ABANDON = object()
+
 COLUMNS = ("names", "dtype_names", "shapes")
 """Lists of vLLM's ``update_info``."""
 
@@ -81,6 +83,15 @@ class Wire:
                 f"packed_buffer_size_bytes={size!r} must be a positive integer."
             )
         return cls(packed=bool(init_info.get("packed")), buffer_bytes=size)
+
+    def changed(self, update_info: Mapping[str, Any]) -> Wire:
+        """Returns the form with the values that an update announces."""
+        values = {
+            "packed": self.packed,
+            "packed_buffer_size_bytes": self.buffer_bytes,
+            **{n: v for n, v in update_info.items() if v is not None},
+        }
+        return self.read(values)
 
     def broadcasts(self, specs: Sequence[Spec]) -> Iterator[list[Spec]]:
         """Yields the tensors of each broadcast."""
@@ -117,8 +128,13 @@ def read_specs(update_info: Mapping[str, Any]) -> list[Spec]:
     for kind in set(map(str, kinds)):
         if not isinstance(getattr(torch, kind, None), torch.dtype):
             raise ConfigurationError(f"dtype_names has {kind!r}, which is no dtype.")
+    for shape in shapes:
+        if not isinstance(shape, list) or any(type(size) is not int for size in shape):
+            raise ConfigurationError(
+                f"shapes has {shape!r:.80}, which is no list of integers."
+            )
     return [
-        (str(name), str(kind), tuple(map(int, shape)))
+        (str(name), str(kind), tuple(shape))
         for name, kind, shape in zip(names, kinds, shapes, strict=True)
     ]
 
@@ -164,6 +180,8 @@ class WeightUpdates:
         self._lock = threading.Lock()
         self._receiver: BroadcastReceiver | None = None
         self._update: _Update | None = None
+        self.stays_paused = False
+        """Whether a client has paused generation, so that updates do not resume it."""
         self.labels: dict[str, str] = {}
         """Weight version -> the trainer's name of it."""
 
@@ -171,6 +189,9 @@ class WeightUpdates:
         """Makes the servers join a trainer's process group."""
         _check_init(init_info, self._engine)
         with self._lock:
+            if self._update is not None and self._update.is_open:
+                # Its trainer is gone.
+                self._update.abandon()
             self._receiver = None
             receiver = BroadcastReceiver(
                 self._engine, Wire.read(init_info), self._timeout
@@ -185,7 +206,8 @@ class WeightUpdates:
             if self._update is not None and self._update.is_open:
                 raise GatewayError(
                     "start_weight_update called while a weight update is already "
-                    "active. Call finish_weight_update first.",
+                    "active. Call finish_weight_update first, or "
+                    "init_weight_transfer_engine to abandon it.",
                     status=500,
                 )
             if self._receiver is None or not self._receiver.is_alive:
@@ -194,7 +216,12 @@ class WeightUpdates:
                     "init_transfer_engine() first.",
                     status=500,
                 )
-            self._update = _Update(self._engine, self._receiver, self._timeout)
+            self._update = _Update(
+                self._engine,
+                self._receiver,
+                self._timeout,
+                resume=not self.stays_paused,
+            )
             self._update.begin()
 
     def receive(self, update_info: Any) -> None:
@@ -206,8 +233,7 @@ class WeightUpdates:
         specs = read_specs(update_info)
         update = self._open("start_weight_update must be called before update_weights.")
         check_specs(specs, self._engine)
-        packed = update_info.get("packed")
-        update.put((specs, None if packed is None else bool(packed)))
+        update.put((specs, update.wire.changed(update_info)))
 
     def finish(self, label: Any) -> None:
         """Ends the current update; the servers compute when they are resumed."""
@@ -241,6 +267,11 @@ def _check_init(init_info: Any, engine: RLSGLangEngine) -> None:
             f"init_info has {', '.join(unknown)}, which is not of the backend 'nccl', "
             f"the only one here."
         )
+    for name in ("master_port", "rank_offset", "world_size"):
+        if type(init_info[name]) is not int or init_info[name] < 0:
+            raise ConfigurationError(
+                f"init_info has {name}={init_info[name]!r}, which must be an integer."
+            )
     size = init_info["rank_offset"] + engine.get_world_size()
     if init_info["world_size"] < size:
         raise ConfigurationError(
@@ -298,11 +329,8 @@ class BroadcastReceiver:
         """Begins an update."""
         self._loader.begin()
 
-    def receive(self, specs: Sequence[Spec], *, packed: bool | None) -> int:
+    def receive(self, specs: Sequence[Spec], wire: Wire) -> int:
         """Makes the servers receive tensors; returns the number of broadcasts."""
-        wire = self.wire
-        if packed is not None:
-            wire = Wire(packed=packed, buffer_bytes=wire.buffer_bytes)
         broadcasts = [
             {
                 "tensors": bucket,
@@ -344,14 +372,25 @@ class _Update(session.Transfer):
     in_session = True
 
     def __init__(
-        self, engine: RLSGLangEngine, receiver: BroadcastReceiver, timeout: float
+        self,
+        engine: RLSGLangEngine,
+        receiver: BroadcastReceiver,
+        timeout: float,
+        *,
+        resume: bool,
     ) -> None:
         self._engine, self._receiver, self._timeout = engine, receiver, timeout
+        self._resumes = resume
         self._content = _ReceivedTensors()
         self._orders: queue.Queue[tuple[Any, Future[None]]] = queue.Queue()
         self._started: Future[None] = Future()
         self._ended: Future[None] = Future()
         self._held: WeightUpdate | None = None
+
+    @property
+    def wire(self) -> Wire:
+        """Form of the broadcasts that the trainer has announced at first."""
+        return self._receiver.wire
 
     @property
     def is_open(self) -> bool:
@@ -373,6 +412,11 @@ class _Update(session.Transfer):
         if order is None:
             self._ended.result()
 
+    def abandon(self) -> None:
+        """Ends the update without its remaining tensors, and waits for its end."""
+        self._orders.put((_ABANDON, Future()))
+        wait([self._ended], timeout=self._timeout)
+
     def _wait(self, done: Future[None]) -> None:
         """Waits for a step; raises the error that ended the update."""
         wait([done, self._ended], return_when=FIRST_COMPLETED)
@@ -391,7 +435,7 @@ class _Update(session.Transfer):
                     version=self._next_version(),
                     pause_mode="continue",
                     held=held,
-                    resume=not self._engine.control.paused,
+                    resume=self._resumes,
                 )
         except BaseException as error:  # noqa: BLE001 - The caller raises it.
             self._ended.set_exception(error)
@@ -417,13 +461,18 @@ class _Update(session.Transfer):
                     f"start_weight_update and finish_weight_update.",
                     untouched=not count,
                 ) from None
+            if order is _ABANDON:
+                raise WeightTransferError(
+                    "Another trainer has begun anew before finish_weight_update.",
+                    untouched=not count,
+                )
             count += self._finish(version) if order is None else self._take(*order)
             done.set_result(None)
             if order is None:
                 return count
 
-    def _take(self, specs: Sequence[Spec], packed: bool | None) -> int:
-        count = self._receiver.receive(specs, packed=packed)
+    def _take(self, specs: Sequence[Spec], wire: Wire) -> int:
+        count = self._receiver.receive(specs, wire)
         self._content.specs += specs
         self._content.num_bytes += sum(map(num_bytes, specs))
         return count
