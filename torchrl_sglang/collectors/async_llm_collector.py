@@ -16,7 +16,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.groups.deterministic import check_deterministic
-from torchrl_sglang.collectors.groups.filter import KeepGroup, make_filter
+from torchrl_sglang.collectors.groups.filter import GroupFilter, KeepGroup
 from torchrl_sglang.collectors.groups.make import GROUP_ARGUMENTS, choose_groups
 from torchrl_sglang.collectors.options import (
     OnOtherSender,
@@ -262,7 +262,9 @@ class AsyncLLMCollector(GroupCollector):
             max_in_flight=max_in_flight,
             max_retries=max_retries,
             engine_seconds=self.timeouts.engine,
-            keeps=make_filter(keep_group, of_agents=kind.of_agents),
+            keeps=None
+            if keep_group is None
+            else GroupFilter(keep_group, of_agents=kind.of_agents).keeps,
             asleep=lambda: policy.model.asleep,
             events=events,
         )

@@ -154,6 +154,7 @@ class BlockingCalls:
         if call.future.cancel():
             # The call has not begun, and will not.
             return
+        call.future.add_done_callback(_discard)
         with self._lock:
             if not call.future.running():
                 # The call is done.
@@ -203,6 +204,12 @@ def _run(call: _ThreadCall) -> None:
         call.future.set_exception(_wrapped(error))
     else:
         call.future.set_result(value)
+
+
+def _discard(future: Future[Any]) -> None:
+    """Closes a coroutine that nobody will await."""
+    if future.exception() is None and inspect.iscoroutine(value := future.result()):
+        value.close()
 
 
 def _wrapped(error: BaseException) -> RuntimeError:

@@ -13,7 +13,7 @@ from torchrl_sglang.collectors.async_llm_collector import (
     AsyncLLMCollector,
 )
 from torchrl_sglang.collectors.groups.conversations import first_messages
-from torchrl_sglang.collectors.groups.filter import make_filter
+from torchrl_sglang.collectors.groups.filter import GroupFilter
 from torchrl_sglang.collectors.groups.make import GROUP_ARGUMENTS, choose_groups
 from torchrl_sglang.collectors.groups.reward_functions import RewardFunction
 from torchrl_sglang.collectors.options import check_options
@@ -66,7 +66,8 @@ class Collecting:
         if arguments.eval_prompts is not None:
             self.eval_prompts = as_list("eval_prompts", arguments.eval_prompts)
             self._check_prompts("eval_prompts", self.eval_prompts, rewards)
-        make_filter(arguments.keep_group, of_agents=arguments.agent is not None)
+        if arguments.keep_group is not None:
+            GroupFilter(arguments.keep_group, of_agents=arguments.agent is not None)
         if isinstance(arguments.collector, Mapping):
             check_names("collector", arguments.collector, COLLECTOR_ARGUMENTS)
             check_options(arguments.collector)

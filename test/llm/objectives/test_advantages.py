@@ -8,7 +8,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.objectives.llm import MCAdvantage
 
 from torchrl_sglang import GroupAdvantage, has_variance
-from torchrl_sglang.collectors.groups.filter import make_filter
+from torchrl_sglang.collectors.groups.filter import GroupFilter
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import ADVANTAGES
 
@@ -97,14 +97,14 @@ def test_agents_with_rewards_of_their_own_are_compared_with_each_other():
     by_two = GroupAdvantage(2, "centered", trajectory_return="mean")
     found = by_two(batch)["advantage"].flatten().tolist()
     assert found == [1.0, -1.0, 1.0, -1.0, 0.5, -0.5]
-    filters = make_filter(has_variance, of_agents=True)
-    assert filters(batch.unbind(0)[:4])
+    returns = GroupFilter(has_variance, of_agents=True).returns
+    assert has_variance(returns(batch.unbind(0)[:4]))
     # Branches of one agent are one trajectory.
     for row in batch.unbind(0):
         row["request"] = TensorDict(model=NonTensorData("agent"))
     found = by_two(batch)["advantage"].flatten().tolist()
     assert found == [0.0, 0.0, 0.0, 0.0, 0.5, -0.5]
-    assert not filters(batch.unbind(0)[:4])
+    assert not has_variance(returns(batch.unbind(0)[:4]))
 
 
 def test_agents_of_different_roles_are_not_compared_with_each_other():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +15,7 @@ from torchrl_sglang.objectives.advantages import (
     conversation_returns,
     groups_of_agents,
 )
+from torchrl_sglang.support.blocking import BlockingCalls
 
 KeepGroup: TypeAlias = Callable[[Sequence[float]], bool | Awaitable[bool]]
 """Returns whether a group is trained on, from the returns that are compared."""
@@ -36,42 +36,51 @@ def has_variance(returns: Sequence[float]) -> bool:
     return max(returns) - min(returns) > 1e-9
 
 
-def make_filter(
-    function: Any, *, of_agents: bool
-) -> Callable[[list[TensorDictBase]], Any] | None:
-    """Returns a function from rows of a group to whether it is kept, or a coroutine."""
-    if function is None:
-        return None
-    if not callable(function):
-        raise ConfigurationError(
-            f"keep_group={function!r} must be a function of a group's returns, such "
-            f"as has_variance."
-        )
-    check_call(_ROLE, function, "returns")
+class GroupFilter:
+    """Asks a user's function whether a complete group is kept.
 
-    def keeps(rows: list[TensorDictBase]) -> Any:
-        how: TrajectoryReturn = "mean" if of_agents else "sum"
+    Args:
+        function: ``keep_group``.
+        of_agents: whether the groups are of agents, whose returns are means.
+
+    Raises:
+        ConfigurationError: if it cannot be called with the returns of a group.
+    """
+
+    def __init__(self, function: Any, *, of_agents: bool) -> None:
+        if not callable(function):
+            raise ConfigurationError(
+                f"keep_group={function!r} must be a function of a group's returns, "
+                f"such as has_variance."
+            )
+        check_call(_ROLE, function, "returns")
+        self._function = function
+        self._of_agents = of_agents
+
+    async def keeps(
+        self, rows: list[TensorDictBase], calls: BlockingCalls, seconds: float
+    ) -> bool:
+        """Returns the decision on the rows of a group.
+
+        Raises:
+            UserFunctionError: if the function fails, decides nothing or takes longer.
+        """
+        returns = await calls.run(lambda: self.returns(rows), seconds=seconds)
+        with naming(_ROLE):
+            verdict = await calls.call(self._function, returns, seconds=seconds)
+        return _decision(verdict)
+
+    def returns(self, rows: list[TensorDictBase]) -> list[float]:
+        """Returns the compared returns of a group, the argument of the function."""
+        how: TrajectoryReturn = "mean" if self._of_agents else "sum"
         stack = LazyStackedTensorDict(*rows)
         returns, conversation = conversation_returns(stack, how)
-        if of_agents:
+        if self._of_agents:
             compared = groups_of_agents(stack, conversation, len(returns))
             if rewards := [values for _, _, values in compared]:
                 returns = torch.cat(rewards)
-        with naming(_ROLE):
-            verdict = function(returns.tolist())
-        return (
-            _await_decision(verdict)
-            if inspect.isawaitable(verdict)
-            else _decision(verdict)
-        )
-
-    return keeps
-
-
-async def _await_decision(verdict: Awaitable[Any]) -> bool:
-    with naming(_ROLE):
-        value = await verdict
-    return _decision(value)
+        values: list[float] = returns.tolist()
+        return values
 
 
 def _decision(verdict: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_sglang.collectors.runtime.contract import GroupMaker
+from torchrl_sglang.collectors.runtime.contract import GroupMaker, KeepsGroup
 from torchrl_sglang.collectors.runtime.group_events import GroupEvents
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
@@ -95,7 +95,7 @@ class Collection:
         max_retries: int,
         engine_seconds: float,
         events: GroupEvents,
-        keeps: Callable[[list[TensorDictBase]], Any] | None = None,
+        keeps: KeepsGroup | None = None,
         asleep: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self.pool = pool
@@ -496,8 +496,8 @@ class Collection:
             rows = await self._layout.run(
                 lambda: self.groups.write(group), seconds=STEP_TIMEOUT_SECONDS
             )
-            is_kept = self._keeps is None or await self._layout.call(
-                self._keeps, rows, seconds=STEP_TIMEOUT_SECONDS
+            is_kept = self._keeps is None or await self._keeps(
+                rows, self._layout, STEP_TIMEOUT_SECONDS
             )
             traced.set(conversations=self.groups.size, turns=len(rows), kept=is_kept)
         self.group_seconds.add(time.monotonic() - start)

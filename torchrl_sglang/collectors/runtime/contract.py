@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -20,6 +20,11 @@ from torchrl_sglang.types import Completion
 
 TokenSpan: TypeAlias = tuple[int, int]
 """Policy version and number of tokens."""
+
+KeepsGroup: TypeAlias = Callable[
+    [list[TensorDictBase], BlockingCalls, float], Awaitable[bool]
+]
+"""Decides on a group, from its rows; with threads and a timeout in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

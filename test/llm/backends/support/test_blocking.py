@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import sys
 import threading
+import time
 
 import pytest
 
@@ -89,6 +92,41 @@ def test_waiting_for_a_thread_does_not_count(calls):
 
     asyncio.run(main())
     assert not ran
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_coroutine_that_nobody_awaits_any_more(calls, when):
+    """As at the end of a collection, in the middle of a call."""
+    returns, made = threading.Event(), []
+
+    async def double(value):
+        return 2 * value
+
+    def blocks():
+        returns.wait()
+        made.append(double(3))
+        return made[0]
+
+    async def main():
+        task = asyncio.create_task(calls.call(blocks, seconds=10.0))
+        await asyncio.sleep(0.05)
+        if when == "after":
+            returns.set()
+            # The event loop hears of the result when this coroutine waits again.
+            time.sleep(0.05)  # noqa: ASYNC251 - On purpose.
+        task.cancel()
+        await asyncio.wait([task])
+        returns.set()
+        await asyncio.sleep(0.05)
+
+    with pytest.MonkeyPatch.context() as patch:
+        unraisable = []
+        patch.setattr(sys, "unraisablehook", unraisable.append)
+        asyncio.run(main())
+        made.clear()
+        gc.collect()
+    assert not unraisable
 
 
 def test_after_the_end(calls):
