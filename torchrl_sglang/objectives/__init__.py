@@ -13,5 +13,6 @@ A method of correction is a formula, an argument of
 is a row of ``config.py::PRESETS``, and an advantage a row of
 ``advantages.py::ADVANTAGES``. Routed experts of a family of models are found by
 ``routers.py::find_routers``; ``packing.py::why_padded`` and ``attention.py`` decide
-whether a model reads several sequences in one row.
+whether a model reads several sequences in one row, and ``tree.py`` finds what these
+share.
 """

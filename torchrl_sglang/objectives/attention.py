@@ -45,6 +45,9 @@ def packed_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
+    path_nodes: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each sequence, with transformers' signature.
@@ -54,6 +57,9 @@ def packed_attention(
     weights. ``cu_seq_lens_q``, ``(sequences + 1,)``, are the boundaries of the
     sequences in the row; without them it is PyTorch's ``scaled_dot_product_attention``
     with the mask. ``sliding_window`` counts the token itself.
+
+    In a row that is a :class:`.TokenTree`, the boundaries are those of its segments,
+    and ``cu_seq_lens_k`` those of their paths in ``path_nodes``.
     """
     if cu_seq_lens_q is None:
         if attention_mask is not None and attention_mask.shape[-1] < key.shape[2]:
@@ -75,20 +81,29 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (x.to(dtype) for x in (query, key, value))
+    if path_nodes is None:
+        cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
+    else:
+        key, value = (x.index_select(2, path_nodes) for x in (key, value))
+    assert cu_seq_lens_k is not None
+    bounds = cu_seq_lens_q, cu_seq_lens_k
     kernel = None if dropout else _kernel()
     if kernel is None or not _takes(query, value):
-        lengths = cu_seq_lens_q.diff().tolist()
-        split = [torch.split(x, lengths, 2) for x in (query, key, value)]
+        lengths, paths = (bound.diff().tolist() for bound in bounds)
         alone = [
             _attend(q, k, v, dropout, scaling, sliding_window)
-            for q, k, v in zip(*split, strict=True)
+            for q, k, v in zip(
+                torch.split(query, lengths, 2),
+                torch.split(key, paths, 2),
+                torch.split(value, paths, 2),
+                strict=True,
+            )
         ]
         return torch.cat(alone, 2).transpose(1, 2).contiguous(), None
     window = -1 if sliding_window is None else sliding_window - 1
     rows = [x[0].transpose(0, 1) for x in (query, key, value)]
-    bounds, longest = cu_seq_lens_q, max_length_q
     output = kernel(
-        *rows, bounds, bounds, longest, longest, scale=scaling, window=window
+        *rows, *bounds, max_length_q, max_length_k, scale=scaling, window=window
     )
     return output.unsqueeze(0), None
 
@@ -101,10 +116,14 @@ def _attend(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    length, mask = query.shape[2], None
-    if window is not None and window < length:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = mask.tril().triu(1 - window)
+    """Computes the attention of the last tokens of a path to all of it."""
+    length, path, mask = query.shape[2], key.shape[2], None
+    if length < path or (window is not None and window < path):
+        start = path - length
+        mask = torch.ones(length, path, dtype=torch.bool, device=query.device)
+        mask = mask.tril(start)
+        if window is not None:
+            mask = mask.triu(start + 1 - window)
     return scaled_dot_product_attention(
         query,
         key,

@@ -10,9 +10,9 @@ from typing import Any, get_args
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.packing import check_packing
 from torchrl_sglang.objectives.transform import Aggregation, MaskingStrategy
 from torchrl_sglang.support.checks import (
-    check_auto,
     check_choice,
     check_count,
     check_flag,
@@ -92,7 +92,7 @@ CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "kl_to_inference_coeff": _check_finite_number,
     "entropy_bonus": check_flag,
     "replay_sampling": check_flag,
-    "packing": check_auto,
+    "packing": check_packing,
     "max_tokens": check_count,
 }
 """Argument -> its check."""

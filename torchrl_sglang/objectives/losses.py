@@ -127,7 +127,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             response. Defaults to None.
         packing: True concatenates the sequences of a batch in one row, where each
             begins at position 0 and attends only to itself: nothing is computed for
-            padding. False pads them. ``"auto"`` packs if the model can, and
+            padding. ``"tree"`` also computes a prefix that sequences share once, with
+            the same gradient: the prompt of a group, or the turns of a conversation.
+            False pads them. ``"auto"`` packs if the model can, and
             :attr:`padded_because` has the reason if not. A model whose attention is
             ``"sdpa"`` gets ``"torchrl_sglang_packed"`` instead, which is the same for
             other rows; FlashAttention and flex attention remain. Defaults to
@@ -488,6 +490,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         if self.distillation is not None:
             options["ids"] = compared_ids(self.distillation, tensordict, tokens)
         if self.packs:
+            options["tree"] = self.packing == "tree"
             terms = packed_terms(actor.model, tokens, attention, mask, **options)
         else:
             terms = padded_terms(actor, tokens, attention, mask, **options)

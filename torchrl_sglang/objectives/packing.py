@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -18,11 +19,26 @@ from transformers import PreTrainedModel
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED, no_mask
 from torchrl_sglang.objectives.routers import own_class
+from torchrl_sglang.objectives.routing import replay_of
 from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
+from torchrl_sglang.objectives.tree import node_values, plan_tree
 from torchrl_sglang.support.checks import check_auto
 
-Packing = bool | Literal["auto"]
+Packing = bool | Literal["auto", "tree"]
+
+
+def check_packing(name: str, value: Any) -> Packing:
+    """Returns a bool, ``"auto"`` or ``"tree"``."""
+    if value == "tree":
+        return "tree"
+    try:
+        return check_auto(name, value)
+    except ConfigurationError:
+        raise ConfigurationError(
+            f"{name} must be 'auto', 'tree', True or False, got {value!r}."
+        ) from None
+
 
 _LAYERS = {"full_attention", "sliding_attention", "attention"}
 """Kinds of layers that restart where attention and positions do."""
@@ -89,17 +105,24 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     given one; "" if the model packs. Raises :class:`.ConfigurationError` if
     ``packing`` is invalid, or True and the model cannot.
     """
-    check_auto("packing", packing)
+    check_packing("packing", packing)
     if packing is False:
         return "packing=False"
     reason = reason or why_padded(model)
-    if reason and packing is True:
+    if reason and packing != "auto":
         raise ConfigurationError(
-            f"packing=True is not possible: {reason}; give packing='auto', which pads "
-            f"then."
+            f"packing={packing!r} is not possible: {reason}; give packing='auto', "
+            f"which pads then."
         )
     if not reason and _base(model).config._attn_implementation == "sdpa":
         _base(model).config._attn_implementation = PACKED
+    attention = None if reason else _base(model).config._attn_implementation
+    if packing == "tree" and attention != PACKED:
+        raise ConfigurationError(
+            f"packing='tree' is not possible: {type(_base(model)).__name__} computes "
+            f"attention by {attention!r}; load the model with "
+            f"attn_implementation='sdpa'."
+        )
     return reason
 
 
@@ -112,24 +135,30 @@ def packed_terms(
     entropy: bool = False,
     sampling: Drawn | None = None,
     ids: Tensor | None = None,
+    tree: bool = False,
 ) -> PackedTokens:
     """Runs a model on a batch's sequences in one row; logits of masked tokens only.
 
     ``tokens`` are padded, ``(sequences, longest)``; ``real`` is false for padding,
     ``mask`` true for the tokens to score, and ``sampling`` has the distributions of all
-    tokens. ``ids`` ``(sequences, longest, k)`` are other tokens to score. Raises
+    tokens. ``ids`` ``(sequences, longest, k)`` are other tokens to score. With
+    ``tree``, the model runs once on what sequences share. Raises
     :class:`.ConfigurationError` if a sequence is longer than the model's positions, or
     a scored token is not in its support.
     """
     real = real.bool()
     lengths = real.sum(-1)
     lengths = lengths[lengths > 0]
-    longest = _check_lengths(model, lengths)
+    _check_lengths(model, lengths)
     index = real.flatten().cumsum(0).view_as(real) - 1
     # The first token of a sequence has no context.
     first = real & (real.cumsum(-1) == 1)
     scored = mask.bool() & real & ~first
-    logits = _forward(model, tokens[real], lengths, longest, index[scored] - 1)
+    row, context = tokens[real], index[scored] - 1
+    if tree:
+        logits = _tree_forward(model, row, lengths, context)
+    else:
+        logits = _forward(model, row, *_sequences(lengths, len(row)), context)
     # After the forward pass, a collective: an earlier error hangs other ranks.
     drawn = None if sampling is None else sampling.of(scored, tokens)
     log_probs, entropies, id_log_probs = token_terms(
@@ -151,8 +180,8 @@ def packed_terms(
     )
 
 
-def _check_lengths(model: Any, lengths: Tensor) -> int:
-    """Returns the length of the longest sequence."""
+def _check_lengths(model: Any, lengths: Tensor) -> None:
+    """Refuses sequences that are longer than the model's positions."""
     if not len(lengths):
         raise ConfigurationError("A batch has no tokens; leave empty responses out.")
     longest = int(lengths.max())
@@ -162,35 +191,67 @@ def _check_lengths(model: Any, lengths: Tensor) -> int:
             f"A sequence has {longest} tokens, and the model has positions for {limit} "
             f"(max_position_embeddings); leave such responses out."
         )
-    return longest
+
+
+def _sequences(lengths: Tensor, total: int) -> tuple[Tensor, dict[str, Any]]:
+    """Returns positions and boundaries of consecutive sequences."""
+    ends = lengths.cumsum(0)
+    begins = (ends - lengths).repeat_interleave(lengths, output_size=total)
+    bounds = attention_bounds("q", lengths)
+    bounds |= {name.replace("_q", "_k"): bound for name, bound in bounds.items()}
+    return torch.arange(total, device=lengths.device) - begins, bounds
+
+
+def _tree_forward(model: Any, row: Tensor, lengths: Tensor, context: Tensor) -> Tensor:
+    """Returns the logits of some tokens of a row, from a pass over its tree."""
+    replay = replay_of(model)
+    experts = None if replay is None else replay.experts
+    tree = plan_tree(node_values(row, experts), lengths)
+    bounds = attention_bounds("q", tree.segments) | attention_bounds("k", tree.paths)
+    bounds["path_nodes"] = tree.path_nodes
+    with ExitStack() as stack:
+        if replay is not None and experts is not None:
+            of_nodes = experts.to(row.device)[tree.nodes].unsqueeze(0)
+            stack.enter_context(replay.using(of_nodes))
+        return _forward(
+            model, row[tree.nodes], tree.depths, bounds, tree.node_of[context]
+        )
+
+
+def attention_bounds(kind: Literal["q", "k"], lengths: Tensor) -> dict[str, Any]:
+    """Returns the boundaries of queries or keys, as attentions take them."""
+    return {
+        f"cu_seq_lens_{kind}": pad(lengths.cumsum(0), (1, 0)).to(torch.int32),
+        f"max_length_{kind}": int(lengths.max()),
+    }
 
 
 def _forward(
-    model: Any, row: Tensor, lengths: Tensor, longest: int, positions: Tensor
+    model: Any,
+    row: Tensor,
+    positions: Tensor,
+    bounds: dict[str, Any],
+    context: Tensor,
 ) -> Tensor:
-    """Returns the logits of some positions of a row, ``(positions, vocabulary)``."""
-    base, ends = _base(model), lengths.cumsum(0)
-    begins = (ends - lengths).repeat_interleave(lengths, output_size=len(row))
-    order = torch.arange(len(row), device=row.device) - begins
+    """Returns the logits of some tokens of a row, ``(context, vocabulary)``."""
+    base = _base(model)
     options: dict[str, Any] = {"attention_mask": None}
     if base.config._attn_implementation != "flex_attention":
-        bounds = pad(ends, (1, 0)).to(torch.int32)
-        options |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-        options |= {"max_length_q": longest, "max_length_k": longest}
+        options |= bounds
     if base.config._attn_implementation == PACKED:
         options["attention_mask"] = no_mask(row.device)
     picks = "logits_to_keep" in _arguments(base)
     if picks:
-        options["logits_to_keep"] = positions
+        options["logits_to_keep"] = context
     output = model(
         input_ids=row.unsqueeze(0),
-        position_ids=order.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
         use_cache=False,
         **options,
     )
     # An index would have its own gradient, as large as the logits.
     logits: Tensor = output.logits.flatten(0, 1)
-    return logits if picks else logits[positions]
+    return logits if picks else logits[context]
 
 
 def _base(model: Any) -> Any:

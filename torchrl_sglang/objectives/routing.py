@@ -86,6 +86,15 @@ class RoutingReplay:
         """Number of differing choices, and of all, as for :attr:`flipped`."""
         return float(self._differing), float(self._chosen)
 
+    @property
+    def experts(self) -> Tensor | None:
+        """Experts ``(tokens, layers, chosen)`` of the current batch, without padding.
+
+        None outside of :meth:`using` with a batch.
+        """
+        routed = self._pass.get()
+        return None if routed is None or routed.ids is None else routed.experts
+
     @contextmanager
     def using(
         self, experts: TensorDictBase | Tensor, key: NestedKey = EXPERTS

@@ -19,7 +19,7 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.attention import PACKED
 from torchrl_sglang.objectives.config import RolloutCorrectionConfig
 from torchrl_sglang.objectives.divergences import Distillation
-from torchrl_sglang.objectives.packing import Packing
+from torchrl_sglang.objectives.packing import Packing, check_packing
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import (
@@ -211,9 +211,10 @@ class RunArguments:
     """Passes over a batch."""
     max_tokens_per_pass: Count = 16_384
     """Most tokens of a forward and backward pass, as for :class:`.Learner`."""
-    packing: Annotated[Packing, check_auto] = "auto"
+    packing: Annotated[Packing, check_packing] = "auto"
     """Whether passes have responses without padding, as for
-    :class:`.CorrectedGRPOLoss`; ``"auto"``: if the model supports it."""
+    :class:`.CorrectedGRPOLoss`; ``"auto"``: if the model supports it; ``"tree"``: and
+    the prefixes that they share once."""
     clip_grad_norm: Annotated[float | None, check_positive] = 1.0
     """Largest norm of a gradient; None for no limit."""
     lora: Options = None

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
 from torchrl_sglang.objectives.sampling import padded_terms
 from torchrl_sglang.objectives.support import SAMPLING_KEYS, Drawn, warn_of_sampling
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.objectives.tree import (
+    count_distinct,
+    cut_tree,
+    node_values,
+    sorted_rows,
+)
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_positive, refuse_unknown
 from torchrl_sglang.trainers.clipping import clip_gradients
@@ -86,7 +93,8 @@ class Learner:
 
     Responses are cut into passes by their *tokens*, so that memory is bounded whatever
     their lengths; the gradient is that of all of them together, over all ranks. A loss
-    that packs (``CorrectedGRPOLoss(packing=...)``) has no padding in these passes.
+    that packs (``CorrectedGRPOLoss(packing=...)``) has no padding in these passes; with
+    ``packing="tree"``, tokens that responses share count once.
 
     Args:
         loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor.
@@ -181,6 +189,7 @@ class Learner:
         self._max_skipped = max_skipped_steps
         self._autocast_on = autocast
         self._packs = bool(getattr(loss, "packs", False))
+        self._shares = getattr(loss, "packing", False) == "tree"
         if getattr(loss, "packing", False) == "auto" and not self._packs:
             warnings.warn(
                 f"Passes are padded, which takes time where lengths differ: "
@@ -229,7 +238,8 @@ class Learner:
             not trained on: as those are whose tokens are all too old. A batch of such
             responses alone changes nothing. ``train/flipped_experts``, where routing is
             replayed, is the share of choices of experts that routers would have made
-            otherwise.
+            otherwise. ``train/tree_ratio``, with ``packing="tree"``, is the number of
+            tokens over those that the model computed.
 
         Raises:
             ConfigurationError: if the batch has no ``"advantage"``, no tokens or no
@@ -379,6 +389,7 @@ class Learner:
             LazyStackedTensorDict(*(rows[index] for index in part))
             for part in self._cut_by_tokens(rows, packed=self._packs)
         ]
+        ratio = ranks.together(lambda: self._tree_ratio(passes))
         output = ranks.together(lambda: self._accumulate(passes))
         losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
         total = sum(loss.sum().item() for loss in losses if loss is not None)
@@ -392,6 +403,7 @@ class Learner:
             "train/loss": total,
             **{f"train/{k}": v.item() for k, v in metrics.items() if v is not None},
             **corrected,
+            **ratio,
         }
 
     def _corrected(self, minibatch: TensorDictBase) -> TensorDictBase:
@@ -416,12 +428,39 @@ class Learner:
 
         Passes of a sharded model take all ranks, which wait for the longest one.
         """
-        lengths = [len(row[TOKENS]) for row in rows.unbind(0)]
-        parts = cut_by_tokens(lengths, self._max_tokens, packed=packed)
+        lengths, limit = [len(row[TOKENS]) for row in rows.unbind(0)], self._max_tokens
+        if packed and self._shares:
+            cut = partial(cut_tree, self._sort(rows), lengths, limit)
+        else:
+            cut = partial(cut_by_tokens, lengths, limit, packed=packed)
+        parts = cut()
         count = max(self.ranks.gather(len(parts)))
-        if count > len(parts):
-            parts = cut_by_tokens(lengths, self._max_tokens, packed=packed, least=count)
-        return parts
+        return cut(least=count) if count > len(parts) else parts
+
+    def _sort(self, rows: TensorDictBase) -> list[tuple[int, int]]:
+        """Returns the order of rows in which each shares most with the one before."""
+        replays = replay_of(self.model) is not None
+        return sorted_rows(
+            [
+                node_values(row[TOKENS], row.get(EXPERTS) if replays else None)
+                .cpu()
+                .numpy()
+                for row in rows.unbind(0)
+            ]
+        )
+
+    def _tree_ratio(self, passes: list[TensorDictBase]) -> dict[str, float]:
+        """Returns the tokens of passes over those that are computed, on all ranks."""
+        if not self._shares:
+            return {}
+        lengths = [[len(row[TOKENS]) for row in rows.unbind(0)] for rows in passes]
+        distinct = sum(
+            count_distinct(self._sort(rows), of_rows)
+            for rows, of_rows in zip(passes, lengths, strict=True)
+        )
+        counts = self.ranks.gather((sum(map(sum, lengths)), distinct))
+        total, computed = map(sum, zip(*counts, strict=True))
+        return {"train/tree_ratio": total / computed}
 
     def _skip(self, minibatch: TensorDictBase, reason: str) -> dict[str, float]:
         """Takes no step, and says why; too many of these end the run."""
@@ -532,7 +571,9 @@ class Learner:
             mask = read_mask(inputs, self.loss.masking_strategy, width)
             if self._correct is not None:
                 mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
-            terms = packed_terms(model, tokens, real, mask, sampling=sampling)
+            terms = packed_terms(
+                model, tokens, real, mask, sampling=sampling, tree=self._shares
+            )
         else:
             # Nothing is before the first token of a sequence.
             mask = real & (real.cumsum(-1) > 1)

@@ -23,13 +23,8 @@ def example():
     del sys.modules[spec.name]
 
 
-FIRST, *FURTHER = SETTINGS
-
-
-@pytest.mark.parametrize(
-    "setting",
-    [FIRST, *(pytest.param(each, marks=pytest.mark.slow) for each in FURTHER)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_it_is_learnt_with_correction_only(example, setting):
     """Mean of four runs, halfway; chance is 1/8."""
     config = example.Config(steps=100, evaluate_every=100, runs=4)

@@ -161,7 +161,7 @@ def test_other_attentions_stay():
     model.config._attn_implementation = "flex_attention"
     assert prepare_packing(model, "auto") == ""
     assert model.config._attn_implementation == "flex_attention"
-    with pytest.raises(ConfigurationError, match="'auto', True or False, got 'yes'"):
+    with pytest.raises(ConfigurationError, match="'tree', True or False, got 'yes'"):
         prepare_packing(model, "yes")
 
 

@@ -31,6 +31,7 @@ KINDS = {
     "two steps": {"correct": "decoupled_token_is", "epochs": 2},
     "reference": {"reference": 2},
     "replayed": {"correct": "decoupled_token_is", "epochs": 2, "drawn": True},
+    "tree": {"correct": "decoupled_token_is", "epochs": 2, "packing": "tree"},
 }
 
 
@@ -56,7 +57,14 @@ def with_supports(row):
 
 
 def update(
-    rows, ranks: TrainerRanks, *, correct=None, reference=None, epochs=1, drawn=False
+    rows,
+    ranks: TrainerRanks,
+    *,
+    correct=None,
+    reference=None,
+    epochs=1,
+    drawn=False,
+    packing=True,
 ):
     """Returns the weights after a batch."""
     rows = [with_supports(row) for row in rows] if drawn else rows
@@ -66,7 +74,7 @@ def update(
         clip_epsilon=0.2,
         entropy_bonus=False,
         kl_to_ref_coeff=None if reference is None else 1e-6,
-        packing=True,
+        packing=packing if ranks.size > 1 else True,
     )
     if reference is not None:
         reference = make_model(ranks, seed=reference).requires_grad_(False)

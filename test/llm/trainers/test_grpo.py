@@ -412,11 +412,19 @@ async def greet(task, *, base_url, api_key):
 
 
 def test_agents(make, restored_engine, tmp_path, capsys):
-    run = make(rewards=None, agent=greet, steps=2, eval_prompts=HELD_OUT, eval_every=1)
+    run = make(
+        rewards=None,
+        agent=greet,
+        steps=2,
+        eval_prompts=HELD_OUT,
+        eval_every=1,
+        packing="tree",
+    )
     run.train()
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert difference(restored_engine, trained) < TOLERANCE
     assert max(scalar(tmp_path / "run", "train/kl_approx").values()) < 5e-6
+    assert min(scalar(tmp_path / "run", "train/tree_ratio").values()) > 1
     rows = rollouts_of(tmp_path / "run")
     said = re.compile(r"assistant: .*\nuser: Go on\.\nassistant: .*", re.DOTALL)
     assert all(said.fullmatch(row["response"]) for row in rows)

@@ -253,7 +253,7 @@ def test_the_update_is_that_of_padded_passes(make_learner, kind, tiny_model_path
         "reference": {"loss": {"kl_to_ref_coeff": 0.1}},
     }[kind]
     found, tokens = [], []
-    for packing in (False, True):
+    for packing in (False, True, "tree"):
         arguments = {**given, "loss": {**given.get("loss", {}), "packing": packing}}
         if kind == "reference":
             arguments["reference"] = load_model(tiny_model_path, device=CPU)
@@ -273,15 +273,21 @@ def test_the_update_is_that_of_padded_passes(make_learner, kind, tiny_model_path
         )
         before = weights(learner)
         torch.manual_seed(0)
-        learner.train(batch, 0)
+        metrics = learner.train(batch, 0)
         found.append(weights(learner) - before)
         tokens.append(sizes)
-    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+    for other in found[1:]:
+        assert (other - found[0]).norm() < 1e-5 * found[0].norm()
     assert found[0].norm() > 0
-    padded, packed = tokens
-    assert max(packed) <= 45
+    padded, packed, shared = tokens
+    assert max(packed + shared) <= 45
     times = 2 if kind == "two steps" else 1
     assert sum(packed) == times * (92 + 8 * 3) < sum(padded)
+    # Each pass computes the prompt once.
+    assert sum(shared) <= times * (92 + 3 * 3)
+    assert metrics["train/tree_ratio"] == pytest.approx(
+        sum(packed) / sum(shared), rel=0.1
+    )
 
 
 CORRECTIONS = {
@@ -352,7 +358,8 @@ def test_ranks_with_a_sharded_model_have_the_update_of_one_process():
     # Both ranks say that one has nothing to train on; the second says what is wrong
     # with its columns, and the first that it was another's.
     assert found.pop("refused") == [True, True, False, True]
-    assert found.keys() == {"one step", "two steps", "reference", "replayed"}
+    kinds = {"one step", "two steps", "reference", "replayed", "tree"}
+    assert found.keys() == kinds
     assert max(found.values()) < 1e-5
 
 

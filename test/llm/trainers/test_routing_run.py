@@ -63,6 +63,7 @@ def make(path, folder, **arguments):
             "max_tokens_per_pass": 128,
             "kl_to_ref_coeff": 0.1,
         },
+        {"packing": "tree", "gradient_checkpointing": True, "kl_to_ref_coeff": 0.1},
         {"correction": "decoupled_token_is", "max_staleness": 1, "minibatches": 2},
     ],
 )
@@ -78,6 +79,8 @@ def test_a_run(moe_engine, moe_path, tmp_path, arguments):
     else:
         assert flipped == [0, 0, 0]
         assert max(logged(tmp_path, "train/kl_approx")) < 1e-6
+    if "packing" in arguments:
+        assert min(logged(tmp_path, "train/tree_ratio")) > 1.2
 
 
 def test_routers_that_differ(moe_engine, moe_path, tmp_path):
