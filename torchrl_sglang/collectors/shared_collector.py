@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,15 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
 from torchrl_sglang.errors import CollectionError, ConfigurationError, SGLangError
-from torchrl_sglang.objectives.columns import ASSISTANT_MASK
+from torchrl_sglang.objectives.columns import ASSISTANT_MASK, TOKENS
+from torchrl_sglang.objectives.tree import node_values, sorted_rows, spread_tree
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
+
+Share: TypeAlias = Callable[[Sequence[TensorDictBase], int], list[list[TensorDictBase]]]
+"""Deals the rows of a batch to a number of ranks."""
 
 
 class SharedCollector:
@@ -40,6 +44,9 @@ class SharedCollector:
             rank alone.
         prepare (callable, optional): is called with each batch on the first rank, and
             returns what is shared.
+        share (callable): deals the rows of a batch to a number of ranks, at least one
+            row to each. Defaults to :func:`.share_rows`; with ``packing="tree"``,
+            :func:`.share_trees` leaves rows with a common prefix on one rank.
         process_group (ProcessGroup, optional): the ranks. Defaults to all.
         timeout (float): how long a rank waits for the others, in seconds, which
             includes their work between two calls. Defaults to 7200.
@@ -79,6 +86,7 @@ class SharedCollector:
         *,
         weight_sync_schemes: Mapping[str, SGLangWeightSyncScheme] | None = None,
         prepare: Callable[[Any], Any] | None = None,
+        share: Share | None = None,
         process_group: dist.ProcessGroup | None = None,
         timeout: float = 7200.0,
     ) -> None:
@@ -89,6 +97,7 @@ class SharedCollector:
             )
         self._ranks = _RankGroup(process_group, check_seconds("timeout", timeout))
         self._prepare = prepare
+        self._share = share or share_rows
         self._has_shared = False
         self._schemes = dict(weight_sync_schemes or {})
         self.collector: Any = None
@@ -154,7 +163,8 @@ class SharedCollector:
         rows = list(batch.reshape(-1).unbind(0))
         version = int(self.collector.policy_version)
         return [
-            (version, LazyStackedTensorDict(*share)) for share in share_rows(rows, size)
+            (version, LazyStackedTensorDict(*share))
+            for share in self._share(rows, size)
         ]
 
     def update_policy_weights_(self, weights: Any = None) -> SyncReport:
@@ -251,11 +261,7 @@ def share_rows(
     The largest ones are dealt first, each to the rank with the fewest tokens; a rank
     keeps the order of the batch.
     """
-    if len(rows) < count:
-        raise ConfigurationError(
-            f"A batch of {len(rows)} responses cannot be shared by {count} ranks; "
-            f"collect larger batches, or train on fewer ranks."
-        )
+    _check_enough(rows, count)
     sizes = [_num_tokens(row) for row in rows]
     owned: list[list[int]] = [[] for _ in range(count)]
     totals = [0] * count
@@ -266,6 +272,28 @@ def share_rows(
         owned[rank].append(index)
         totals[rank] += sizes[index]
     return [[rows[index] for index in sorted(own)] for own in owned]
+
+
+def share_trees(
+    rows: Sequence[TensorDictBase], count: int
+) -> list[list[TensorDictBase]]:
+    """Shares responses among ranks, with about as many distinct tokens on each. Pure.
+
+    Responses that share most of their tokens are on the same rank.
+    """
+    _check_enough(rows, count)
+    tokens = [row[TOKENS] for row in rows]
+    order = sorted_rows([node_values(ids, None).cpu().numpy() for ids in tokens])
+    shares = spread_tree(order, [len(ids) for ids in tokens], count)
+    return [[rows[index] for index in sorted(share)] for share in shares]
+
+
+def _check_enough(rows: Sequence[TensorDictBase], count: int) -> None:
+    if len(rows) < count:
+        raise ConfigurationError(
+            f"A batch of {len(rows)} responses cannot be shared by {count} ranks; "
+            f"collect larger batches, or train on fewer ranks."
+        )
 
 
 def _num_tokens(row: TensorDictBase) -> int:

@@ -129,26 +129,35 @@ def cut_tree(
         >>> cut_tree([(0, 0), (2, 3), (1, 0)], [4, 9, 4], limit=10)
         [[0, 2], [1]]
     """
-    groups = _fill(order, lengths, limit)
-    low, high = 1, limit
+    return spread_tree(order, lengths, max(least, len(_fill(order, lengths, limit))))
+
+
+def spread_tree(
+    order: Sequence[tuple[int, int]], lengths: Sequence[int], count: int
+) -> list[list[int]]:
+    """Groups sequences with about as many distinct tokens in each group.
+
+    Returns ``count`` groups, as far as there are sequences, in the order of
+    :func:`sorted_rows`.
+
+    Examples:
+        >>> spread_tree([(0, 0), (2, 3), (1, 0)], [4, 9, 4], 2)
+        [[0, 2], [1]]
+    """
+    low, high = 1, sum(lengths)
     while low < high:
         middle = (low + high) // 2
-        if len(_fill(order, lengths, middle)) > len(groups):
+        if len(_fill(order, lengths, middle)) > count:
             low = middle + 1
         else:
             high = middle
     groups = _fill(order, lengths, high)
-    while len(groups) < min(least, len(order)):
+    while len(groups) < min(count, len(order)):
         largest = max(groups, key=len)
         half = len(largest) // 2
         groups.remove(largest)
         groups += [largest[:half], largest[half:]]
     return [sorted(group) for group in groups]
-
-
-def count_distinct(order: Sequence[tuple[int, int]], lengths: Sequence[int]) -> int:
-    """Returns the number of distinct tokens of sequences, see :func:`sorted_rows`."""
-    return sum(lengths[index] - common for index, common in order)
 
 
 def _common(row: np.ndarray, other: np.ndarray) -> int:

@@ -44,18 +44,19 @@ from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
 from torchrl_sglang.objectives.sampling import padded_terms
 from torchrl_sglang.objectives.support import SAMPLING_KEYS, Drawn, warn_of_sampling
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
-from torchrl_sglang.objectives.tree import (
-    count_distinct,
-    cut_tree,
-    node_values,
-    sorted_rows,
-)
+from torchrl_sglang.objectives.tree import cut_tree
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_positive, refuse_unknown
+from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import ScheduleStart, check_steps_alone
-from torchrl_sglang.trainers.passes import cut_by_tokens, needs_no_pass
+from torchrl_sglang.trainers.passes import (
+    count_tokens,
+    cut_by_tokens,
+    needs_no_pass,
+    sort_rows,
+)
 from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import describe_rows
@@ -190,6 +191,7 @@ class Learner:
         self._autocast_on = autocast
         self._packs = bool(getattr(loss, "packs", False))
         self._shares = getattr(loss, "packing", False) == "tree"
+        self._has_told = False
         if getattr(loss, "packing", False) == "auto" and not self._packs:
             warnings.warn(
                 f"Passes are padded, which takes time where lengths differ: "
@@ -346,8 +348,12 @@ class Learner:
         count = self._minibatches
         while count > 1 and not self.ranks.all_true(len(rows) >= count):
             count -= 1
-        order = torch.randperm(len(rows)).tolist()
-        for number in range(count):
+        order, numbers = torch.randperm(len(rows)).tolist(), list(range(count))
+        if self._shares:
+            # Rows with a common prefix are in one minibatch.
+            order = [index for index, _ in self._sort(rows)]
+            numbers = torch.randperm(count).tolist()
+        for number in numbers:
             begin, end = (len(rows) * part // count for part in (number, number + 1))
             yield LazyStackedTensorDict(*(rows[i] for i in order[begin:end]))
 
@@ -389,7 +395,7 @@ class Learner:
             LazyStackedTensorDict(*(rows[index] for index in part))
             for part in self._cut_by_tokens(rows, packed=self._packs)
         ]
-        ratio = ranks.together(lambda: self._tree_ratio(passes))
+        ratio = self._tree_ratio(rows, passes)
         output = ranks.together(lambda: self._accumulate(passes))
         losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
         total = sum(loss.sum().item() for loss in losses if loss is not None)
@@ -438,27 +444,30 @@ class Learner:
         return cut(least=count) if count > len(parts) else parts
 
     def _sort(self, rows: TensorDictBase) -> list[tuple[int, int]]:
-        """Returns the order of rows in which each shares most with the one before."""
-        replays = replay_of(self.model) is not None
-        return sorted_rows(
-            [
-                node_values(row[TOKENS], row.get(EXPERTS) if replays else None)
-                .cpu()
-                .numpy()
-                for row in rows.unbind(0)
-            ]
-        )
+        return sort_rows(rows, by_experts=replay_of(self.model) is not None)
 
-    def _tree_ratio(self, passes: list[TensorDictBase]) -> dict[str, float]:
-        """Returns the tokens of passes over those that are computed, on all ranks."""
+    def _tree_ratio(
+        self, rows: TensorDictBase, passes: list[TensorDictBase]
+    ) -> dict[str, float]:
+        """Returns the tokens of passes over those that are computed, on all ranks.
+
+        Says once if passes compute many tokens again that other passes have computed.
+        """
         if not self._shares:
             return {}
-        lengths = [[len(row[TOKENS]) for row in rows.unbind(0)] for rows in passes]
-        distinct = sum(
-            count_distinct(self._sort(rows), of_rows)
-            for rows, of_rows in zip(passes, lengths, strict=True)
+        counts = self._ranks_in_step.together(
+            lambda: [count_tokens(part, self._sort(part)) for part in (rows, *passes)]
         )
-        counts = self.ranks.gather((sum(map(sum, lengths)), distinct))
+        (_, distinct), *of_passes = counts
+        total, computed = map(sum, zip(*of_passes, strict=True))
+        if computed > 1.1 * distinct and not self._has_told:
+            self._has_told = True
+            torchrl_logger.info(
+                f"Trees are cut: a step has {distinct} distinct tokens, and its passes "
+                f"compute {computed}, since max_tokens_per_pass={self._max_tokens} "
+                f"puts what shares a prefix into several passes."
+            )
+        counts = self.ranks.gather((total, computed))
         total, computed = map(sum, zip(*counts, strict=True))
         return {"train/tree_ratio": total / computed}
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tensordict import TensorDictBase
+
+from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
+from torchrl_sglang.objectives.routing import EXPERTS
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
+from torchrl_sglang.objectives.tree import node_values, sorted_rows
 
 
 def cut_by_tokens(
@@ -88,6 +93,30 @@ def _fill(lengths: Sequence[int], order: Sequence[int], limit: int) -> list[list
             parts.append([index])
             rooms.append(limit - length)
     return parts
+
+
+def sort_rows(rows: TensorDictBase, *, by_experts: bool) -> list[tuple[int, int]]:
+    """Returns the order in which each row shares most with the one before.
+
+    With the lengths of the prefixes that they share, as :func:`.sorted_rows`;
+    ``by_experts``: of tokens with the same experts, where rows have them.
+    """
+    return sorted_rows(
+        [
+            node_values(row[TOKENS], row.get(EXPERTS, None) if by_experts else None)
+            .cpu()
+            .numpy()
+            for row in rows.unbind(0)
+        ]
+    )
+
+
+def count_tokens(
+    rows: TensorDictBase, order: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """Returns the tokens of rows, and the distinct ones by :func:`sort_rows`."""
+    lengths = [len(row[TOKENS]) for row in rows.unbind(0)]
+    return sum(lengths), sum(lengths) - sum(common for _, common in order)
 
 
 def needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:

@@ -14,7 +14,11 @@ import torch
 from tensordict import TensorDictBase
 from torchrl import logger as torchrl_logger
 
-from torchrl_sglang.collectors.shared_collector import SharedCollector
+from torchrl_sglang.collectors.shared_collector import (
+    SharedCollector,
+    share_rows,
+    share_trees,
+)
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
 from torchrl_sglang.errors import (
     CheckpointError,
@@ -273,6 +277,7 @@ class Run:
             self._make_here,
             weight_sync_schemes={"policy": self.scheme},
             prepare=self._prepare,
+            share=share_trees if self.arguments.packing == "tree" else share_rows,
         )
         self.collector_here = self.collector.collector
 

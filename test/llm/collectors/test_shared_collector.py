@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.log_probs import TOLERANCE, difference
 from tensordict import TensorDict
 
 from torchrl_sglang import SharedCollector
-from torchrl_sglang.collectors.shared_collector import share_rows
+from torchrl_sglang.collectors.shared_collector import share_rows, share_trees
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
@@ -166,6 +167,29 @@ def test_shares_are_as_equal_as_whole_responses_allow():
         assert max(totals) <= max(100, sum(lengths) / count + 50)
     with pytest.raises(ConfigurationError, match="8 responses cannot be shared by 9"):
         share_rows(rows, 9)
+
+
+def test_trees_are_on_one_rank_where_shares_stay_equal():
+    groups = [[[7, group, *range(20), 50 + n] for n in range(4)] for group in range(6)]
+    rows = [TensorDict(tokens={"full": torch.tensor(ids)}) for ids in chain(*groups)]
+    dealt = [rows[5 * index % len(rows)] for index in range(len(rows))]
+    for count, computed in ((1, 1 + 6 * 25), (2, 2 + 6 * 25), (3, 3 + 6 * 25)):
+        shares = share_trees(dealt, count)
+        assert {id(row) for share in shares for row in share} == {*map(id, rows)}
+        paths = [
+            {
+                tuple(ids[:end])
+                for row in share
+                for ids in [row["tokens", "full"].tolist()]
+                for end in range(1, len(ids) + 1)
+            }
+            for share in shares
+        ]
+        assert sum(map(len, paths)) == computed
+        assert max(map(len, paths)) <= computed / count + 25
+    assert all(len(share) == 1 for share in share_trees(dealt, len(rows)))
+    with pytest.raises(ConfigurationError, match="24 responses cannot be shared by 25"):
+        share_trees(rows, 25)
 
 
 def test_without_ranks():

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -253,7 +254,9 @@ def test_the_update_is_that_of_padded_passes(make_learner, kind, tiny_model_path
         "reference": {"loss": {"kl_to_ref_coeff": 0.1}},
     }[kind]
     found, tokens = [], []
-    for packing in (False, True, "tree"):
+    # Minibatches of trees have other rows.
+    packings = (False, True) if kind == "two steps" else (False, True, "tree")
+    for packing in packings:
         arguments = {**given, "loss": {**given.get("loss", {}), "packing": packing}}
         if kind == "reference":
             arguments["reference"] = load_model(tiny_model_path, device=CPU)
@@ -279,15 +282,41 @@ def test_the_update_is_that_of_padded_passes(make_learner, kind, tiny_model_path
     for other in found[1:]:
         assert (other - found[0]).norm() < 1e-5 * found[0].norm()
     assert found[0].norm() > 0
-    padded, packed, shared = tokens
-    assert max(packed + shared) <= 45
+    padded, packed, *trees = tokens
+    assert max(chain(packed, *trees)) <= 45
     times = 2 if kind == "two steps" else 1
     assert sum(packed) == times * (92 + 8 * 3) < sum(padded)
-    # Each pass computes the prompt once.
-    assert sum(shared) <= times * (92 + 3 * 3)
-    assert metrics["train/tree_ratio"] == pytest.approx(
-        sum(packed) / sum(shared), rel=0.1
+    for shared in trees:
+        # Each pass computes the prompt once.
+        assert sum(shared) <= times * (92 + 3 * 3)
+        ratio = sum(packed) / sum(shared)
+        assert metrics["train/tree_ratio"] == pytest.approx(ratio, rel=0.1)
+
+
+@pytest.mark.parametrize("limit", [10_000, 30, 22])
+def test_rows_with_a_common_prefix_are_in_one_minibatch(make_learner, limit, caplog):
+    """Four groups of four, with prompts of 20 tokens and responses of one."""
+    batch = make_batch([0.0, 1.0, 1.0, 0.2] * 4, [1] * 16)
+    for number, row in enumerate(batch.unbind(0)):
+        for name in ("tokens", "masks", "log_probs"):
+            for key, value in row[name].items():
+                if key not in ("prompt", "response"):
+                    row[name, key] = torch.cat([value[:1]] * 17 + [value])
+        row["tokens", "full"][:20] = 5 + number // 4
+        row["tokens", "prompt"] = row["tokens", "full"][:20]
+    learner = make_learner(
+        loss={"packing": "tree"}, minibatches=2, max_tokens_per_pass=limit
     )
+    with caplog.at_level("INFO", "torchrl"):
+        metrics = learner.train(batch, 0)
+    distinct = len({tuple(row["tokens", "full"].tolist()) for row in batch}) + 4 * 20
+    ratio = 16 * 21 / distinct
+    if limit == 22:
+        assert metrics["train/tree_ratio"] < 0.7 * ratio
+        assert caplog.text.count("Trees are cut") == 1
+    else:
+        assert metrics["train/tree_ratio"] == pytest.approx(ratio)
+        assert "Trees are cut" not in caplog.text
 
 
 CORRECTIONS = {
