@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     )
     from torchrl_sglang.objectives.routing import replay_routing
     from torchrl_sglang.objectives.sampling import replay_sampling
+    from torchrl_sglang.objectives.supervised import SFTLoss
     from torchrl_sglang.objectives.transform import OffPolicyCorrection
     from torchrl_sglang.policies.dataset import batch_to_dataset, dataset_to_batch
     from torchrl_sglang.policies.outputs import GenerationInfo
@@ -88,6 +89,7 @@ _HOME = {
     "RayLauncher": "backends.launch.ray_launcher",
     "RolloutCorrectionConfig": "objectives.config",
     "RunRecorder": "recording.recorder",
+    "SFTLoss": "objectives.supervised",
     "SGLangLLMCollector": "collectors.llm_collector",
     "SGLangWeightReceiver": "weight_update.scheme",
     "SGLangWeightSender": "weight_update.sender",
@@ -136,6 +138,7 @@ __all__ = [
     "RayLauncher",
     "RolloutCorrectionConfig",
     "RunRecorder",
+    "SFTLoss",
     "SGLangLLMCollector",
     "SGLangWeightReceiver",
     "SGLangWeightSender",

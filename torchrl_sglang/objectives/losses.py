@@ -168,6 +168,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         'seq_mean_k3'
     """
 
+    reads_rollouts = True
+    """Whether the loss reads advantages and log-probs of the rollout."""
+
     def __init__(
         self,
         actor_network: Any = None,

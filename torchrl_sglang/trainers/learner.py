@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.lr_scheduler import LRScheduler
 from torchrl.objectives.llm import GRPOLoss
+from torchrl.objectives.llm import SFTLoss as TorchRLSFTLoss
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import REWARD
@@ -98,7 +99,8 @@ class Learner:
     ``packing="tree"``, tokens that responses share count once.
 
     Args:
-        loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor.
+        loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor; or a
+            :class:`.SFTLoss`.
         optimizer: of the model's parameters, or some of them: those are trained, and
             the norm of the gradient is theirs.
         schedule: of its learning rate, which depends on the number of optimizer steps
@@ -164,12 +166,23 @@ class Learner:
             check_positive("clip_grad_norm", clip_grad_norm)
         if not callable(getattr(loss, "accumulate", None)):
             hint = ""
-            if isinstance(loss, GRPOLoss):
-                hint = " TorchRL's GRPOLoss has none: take CorrectedGRPOLoss."
+            if isinstance(loss, (GRPOLoss, TorchRLSFTLoss)):
+                hint = (
+                    " TorchRL's losses have none: take CorrectedGRPOLoss or SFTLoss "
+                    "of torchrl_sglang."
+                )
             raise ConfigurationError(
                 f"loss={type(loss).__name__} has no accumulate(), which makes the "
                 f"gradient of a batch from parts of it.{hint}"
             )
+        self._reads_rollouts = getattr(loss, "reads_rollouts", True)
+        unread = {"correct": correct, "reference": reference, "teacher": teacher}
+        for name, part in unread.items():
+            if part is not None and not self._reads_rollouts:
+                raise ConfigurationError(
+                    f"{name}={part!r:.200} is not read by {type(loss).__name__}; leave "
+                    f"it out, or take CorrectedGRPOLoss."
+                )
         self.loss = loss
         self.actor = loss.actor_network
         self.model = self.actor.model
@@ -224,44 +237,49 @@ class Learner:
         """The ranks that go on together, or raise together; their wait is long."""
         return LossRanks(self.ranks.control or self.ranks.group, self.loss)
 
-    def train(self, batch: TensorDictBase, policy_version: int) -> dict[str, float]:
+    def train(self, batch: TensorDictBase, policy_version: int = 0) -> dict[str, float]:
         """Takes the optimizer steps of a batch; all ranks call it, each with its share.
 
         A step whose gradient is not finite is not taken: weights, optimizer and
         schedule stay as they were, and a warning says which responses it was to be of.
 
         Args:
-            batch: responses with ``"advantage"``.
+            batch: responses with ``"advantage"``; without, for an :class:`.SFTLoss`.
             policy_version: of the trainer's weights, as the collector counts them.
+                Defaults to 0, for a loss without a bound on the age of tokens.
 
         Returns:
             Metrics of the responses of all ranks: means over the optimizer steps.
             ``train/unscored`` is the share of responses without a log-prob, which are
-            not trained on: as those are whose tokens are all too old. A batch of such
-            responses alone changes nothing. ``train/flipped_experts``, where routing is
+            not trained on: as those are whose tokens are all too old; for an
+            :class:`.SFTLoss`, without a loss token. A batch of such responses alone
+            changes nothing. ``train/flipped_experts``, where routing is
             replayed, is the share of choices of experts that routers would have made
             otherwise. ``train/tree_ratio``, with ``packing="tree"``, is the number of
             tokens over those that the model computed.
 
         Raises:
             ConfigurationError: if the batch has no ``"advantage"``, no tokens or no
-                log-probs, or a rank has no response to train on and others have. Raised
-                on all ranks, as is each error of a rank.
+                log-probs, for an :class:`.SFTLoss` no loss token, or a rank has no
+                response to train on and others have. Raised on all ranks, as is each
+                error of a rank.
             NotFiniteError: after more than ``max_skipped_steps`` such steps in a row,
                 or if the weights are not finite.
         """
         self._mark_start()
         rows = self._ranks_in_step.together(lambda: self._select(batch))
-        scored = [bool(row[LOG_PROBS].isfinite().any()) for row in rows.unbind(0)]
+        scored = self._ranks_in_step.together(
+            lambda: [self._is_trained(row) for row in rows.unbind(0)]
+        )
         counts = self.ranks.gather((sum(scored), len(scored)))
         number, total = map(sum, zip(*counts, strict=True))
         metrics = {"train/unscored": 1 - number / total}
         if not number:
-            self._ranks_in_step.together(lambda: _check_masked(rows))
+            self._ranks_in_step.together(lambda: self._check_untrained(rows))
             return metrics
         if not all(of_rank for of_rank, _ in counts):
             raise ConfigurationError(
-                "A rank of the trainer has no response with a log-prob, and others "
+                "A rank of the trainer has no response to train on, and others "
                 "have; collect larger batches, or train on fewer ranks."
             )
         if not all(scored):
@@ -311,7 +329,7 @@ class Learner:
     def _select(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns the columns of a batch that training reads, with the teacher's."""
         present = batch.keys(True)
-        if "advantage" not in present:
+        if self._reads_rollouts and "advantage" not in present:
             raise ConfigurationError(
                 "The batch has no 'advantage'; compute it first, for instance with "
                 "GroupAdvantage(group_size)."
@@ -321,12 +339,30 @@ class Learner:
                 f"The batch has no {TOKENS!r}, which is what is trained on; collect it "
                 f"with SGLangWrapper(...), all of whose rows have tokens."
             )
-        if LOG_PROBS not in present:
+        if self._reads_rollouts and LOG_PROBS not in present:
             raise ConfigurationError(f"The batch lacks {LOG_PROBS!r}. {NOT_SCORED}")
         if not hasattr(self.loss, "sampling_of"):
             warn_of_sampling(batch)
         rows = batch.select(self.query_key, *TRAINING_KEYS, strict=False)
         return rows if self._teacher is None else self._teacher(rows)
+
+    def _is_trained(self, row: TensorDictBase) -> bool:
+        """Returns whether a row has a token that the loss can be of."""
+        if self._reads_rollouts:
+            return bool(row[LOG_PROBS].isfinite().any())
+        strategy, width = self.loss.masking_strategy, len(row[TOKENS])
+        return bool(read_mask(row.unsqueeze(0), strategy, width)[:, 1:].any())
+
+    def _check_untrained(self, rows: TensorDictBase) -> None:
+        """Refuses rows of which none is trained on, unless all tokens are masked."""
+        if not self._reads_rollouts:
+            raise ConfigurationError(
+                f"No row of the batch has a loss token of masking_strategy="
+                f"{self.loss.masking_strategy!r}; check the masks of its tokens."
+            )
+        masks = [row.get(ASSISTANT_MASK, None) for row in rows.unbind(0)]
+        if any(mask is not None and mask.any() for mask in masks):
+            raise ConfigurationError(NOT_SCORED)
 
     def _check_columns(self, rows: TensorDictBase) -> None:
         """Refuses wrong rows of any rank before other ranks wait in a pass."""
@@ -629,13 +665,6 @@ class Learner:
         )
         self.steps = state["steps"]
         self._start.advance(self.steps)
-
-
-def _check_masked(rows: TensorDictBase) -> None:
-    """Refuses rows without log-probs whose tokens nobody has masked."""
-    masks = [row.get(ASSISTANT_MASK, None) for row in rows.unbind(0)]
-    if any(mask is not None and mask.any() for mask in masks):
-        raise ConfigurationError(NOT_SCORED)
 
 
 def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:
