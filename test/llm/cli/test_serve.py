@@ -31,7 +31,7 @@ from torchrl_sglang.backends.launch.watchdog import (
 from torchrl_sglang.cli import main
 from torchrl_sglang.cli.serve import wait
 from torchrl_sglang.errors import ServerDiedError
-from torchrl_sglang.gateway.vllm.update import LOADERS
+from torchrl_sglang.gateway.vllm.broadcasts import LOADERS
 
 BUDGET_SECONDS = 300.0
 

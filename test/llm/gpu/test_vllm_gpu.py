@@ -15,8 +15,8 @@ from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model, start
 
 from torchrl_sglang import SGLangWeightSyncScheme
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.vllm.broadcasts import LOADER
 from torchrl_sglang.gateway.vllm.dialect import VLLM
-from torchrl_sglang.gateway.vllm.update import LOADER
 from torchrl_sglang.support.event_loop import run_sync
 
 pytestmark = [*NEEDS_GPU, pytest.mark.skipif(GPUS < 2, reason="it needs two GPUs")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import metadata
@@ -19,6 +20,7 @@ from torchrl_sglang.errors import (
 )
 from torchrl_sglang.gateway.dialects.base import Control
 from torchrl_sglang.gateway.vllm.update import WeightUpdates
+from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.event_loop import run_sync
 
 PAUSE_MODES = ("abort", "wait", "keep")
@@ -26,6 +28,9 @@ LEVELS = ("0", "1", "2")
 
 UNLIMITED = 2**31 - 1
 """``max_loras`` of servers that load any number of adapters."""
+
+MOST_CALLS = 256
+"""Calls at once; some wait for running requests, or for a trainer."""
 
 POLL_SECONDS = 0.02
 """Interval of questions for running requests, while a pause waits for them."""
@@ -73,9 +78,11 @@ class Controls:
             "/server_info": self._server_info,
             "/version": self._version,
         }
+        threads = BlockingCalls("torchrl_sglang-vllm-control", MOST_CALLS)
+        weakref.finalize(self, threads.close)
         self.routes = (
-            *(_route("POST", path, call) for path, call in posts.items()),
-            *(_route("GET", path, call) for path, call in gets.items()),
+            *(_route(threads, "POST", path, call) for path, call in posts.items()),
+            *(_route(threads, "GET", path, call) for path, call in gets.items()),
         )
 
     # Pauses.
@@ -287,9 +294,14 @@ class Controls:
         return {"version": metadata.version("torchrl_sglang"), "sglang": version}
 
 
-def _route(method: str, path: str, call: Callable[[Fields, Fields], Any]) -> Control:
+def _route(
+    threads: BlockingCalls,
+    method: str,
+    path: str,
+    call: Callable[[Fields, Fields], Any],
+) -> Control:
     async def run(query: Fields, body: Fields) -> Any:
-        return await asyncio.to_thread(call, query, body)
+        return await asyncio.wrap_future(threads.submit(partial(call, query, body)))
 
     return Control(method=method, path=path, call=run)
 

@@ -15,10 +15,14 @@ import ctypes
 import datetime
 import importlib
 import io
+import math
 import pickle
 import threading
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +31,9 @@ import torch.distributed as dist
 loader: Any = importlib.import_module("torchrl_sglang_loader")
 """The module beside this one."""
 
+Spec = tuple[str, str, tuple[int, ...]]
+"""Name, type and shape of a tensor."""
+
 ID_KEY = "broadcast_from/0/0"
 """Key of NCCL's id in the store."""
 
@@ -34,11 +41,11 @@ ID_KEY = "broadcast_from/0/0"
 class TrainerGroup(Protocol):
     """A process group with a trainer."""
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Receives a tensor from rank 0."""
+    def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
+        """Receives a tensor from rank 0 within a timeout."""
 
-    def abort(self) -> None:
-        """Ends a broadcast that waits for the trainer."""
+    def close(self) -> None:
+        """Leaves the group; called once."""
 
 
 class GlooGroup:
@@ -48,12 +55,15 @@ class GlooGroup:
         timeout = datetime.timedelta(seconds=seconds)
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Receives a tensor from rank 0."""
-        self._group.broadcast([tensor], dist.BroadcastOptions()).wait()
+    def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
+        """Receives a tensor from rank 0 within a timeout."""
+        options = dist.BroadcastOptions()
+        options.timeout = datetime.timedelta(seconds=seconds)
+        self._group.broadcast([tensor], options).wait()
 
-    def abort(self) -> None:
-        """Does nothing: gloo has a timeout."""
+    def close(self) -> None:
+        """Closes the connections, which end with the object."""
+        self._group = None
 
 
 class NcclGroup:
@@ -70,19 +80,34 @@ class NcclGroup:
                 return read_id(self.store.get(ID_KEY))
 
         group = _IdGroup(rank=rank, world_size=size, store=store)
-        self._device = device
+        self._device, self._is_aborted = device, False
         self._nccl = PyNcclCommunicator(group, device=device)
         if not self._nccl.available:
             raise RuntimeError("NCCL is not available in this server")
         self._nccl.disabled = False
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Receives a tensor from rank 0."""
-        self._nccl.broadcast(tensor, src=0)
-        torch.cuda.current_stream(self._device).synchronize()
+    def broadcast(self, tensor: torch.Tensor, seconds: float) -> None:
+        """Receives a tensor from rank 0 within a timeout."""
+        # The device waits for the trainer, and only an abort ends that.
+        timer = threading.Timer(seconds, self._abort)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._nccl.broadcast(tensor, src=0)
+            torch.cuda.current_stream(self._device).synchronize()
+        finally:
+            timer.cancel()
+            timer.join()
+        if self._is_aborted:
+            raise TimeoutError("the trainer did not broadcast in time")
 
-    def abort(self) -> None:
-        """Ends a broadcast that waits for the trainer."""
+    def close(self) -> None:
+        """Frees the communicator."""
+        if not self._is_aborted:
+            self._abort()
+
+    def _abort(self) -> None:
+        self._is_aborted = True
         library: Any = self._nccl.nccl.lib
         library.ncclCommAbort(self._nccl.comm)
 
@@ -123,7 +148,7 @@ def _join(model: Any, state: Any, order: Any, content: torch.Tensor) -> None:
     """Joins a trainer's process group."""
     from sglang.srt.distributed import get_tp_group
 
-    GROUPS.pop(model, None)
+    _leave(model)
     rank = order["rank_offset"] + get_tp_group().rank_in_group
     size, seconds, device = order["world_size"], order["timeout"], content.device
 
@@ -144,25 +169,36 @@ def _join(model: Any, state: Any, order: Any, content: torch.Tensor) -> None:
     GROUPS[model] = within(seconds, join)
 
 
+def _leave(model: Any) -> None:
+    """Leaves a model's group, if any."""
+    group = GROUPS.pop(model, None)
+    if group is not None:
+        group.close()
+
+
 def within(seconds: float, call: Callable[[], TrainerGroup]) -> TrainerGroup:
     """Returns the result of a call that may never return; raises after a timeout."""
-    results: list[TrainerGroup] = []
-    errors: list[Exception] = []
+    result: Future[TrainerGroup] = Future()
 
     def run() -> None:
         try:
-            results.append(call())
+            result.set_result(call())
         except Exception as error:  # noqa: BLE001 - The waiting thread raises it.
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, name="torchrl_sglang-join", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if errors:
-        raise errors[0]
-    if not results:
-        raise TimeoutError(f"the trainer did not join the group within {seconds:g} s")
-    return results[0]
+    threading.Thread(target=run, name="torchrl_sglang-join", daemon=True).start()
+    try:
+        return result.result(seconds)
+    except FutureTimeoutError:
+        result.add_done_callback(_close_late)
+        raise TimeoutError(
+            f"the trainer did not join the group within {seconds:g} s"
+        ) from None
+
+
+def _close_late(result: Future[TrainerGroup]) -> None:
+    if result.exception() is None:
+        result.result().close()
 
 
 def _take(model: Any, state: Any, order: Any, content: torch.Tensor) -> None:
@@ -170,37 +206,45 @@ def _take(model: Any, state: Any, order: Any, content: torch.Tensor) -> None:
     group = GROUPS.get(model)
     if group is None:
         raise LookupError("this server has not joined the trainer's process group")
-    expired = threading.Event()
-
-    def expire() -> None:
-        expired.set()
-        group.abort()
-
-    timer = threading.Timer(order["timeout"], expire)
-    timer.daemon = True
-    timer.start()
+    deadline = time.monotonic() + order["timeout"]
     try:
-        for bucket in order["broadcasts"]:
-            _take_one(model, state, bucket, group, content.device)
-            if expired.is_set():
-                raise TimeoutError(f"it took longer than {order['timeout']:g} s")
+        for specs in split(order):
+            size = sum(map(num_bytes, specs))
+            flat = torch.empty(size, dtype=torch.uint8, device=content.device)
+            # A tensor alone is sent in its own type.
+            name = "uint8" if order["packed"] else specs[0][1]
+            group.broadcast(
+                flat.view(getattr(torch, name)), max(deadline - time.monotonic(), 0.001)
+            )
+            loader.load_flat(model, state, specs, flat)
     except Exception:
         # Ranks of the trainer and this server may be at different broadcasts.
-        GROUPS.pop(model, None)
+        _leave(model)
         raise
-    finally:
-        timer.cancel()
 
 
-def _take_one(
-    model: Any, state: Any, bucket: Any, group: TrainerGroup, device: torch.device
-) -> None:
-    specs = loader.read_specs(bucket)
-    flat = torch.empty(bucket["num_bytes"], dtype=torch.uint8, device=device)
-    # A tensor alone is sent in its own type.
-    dtype = torch.uint8 if bucket["packed"] else getattr(torch, specs[0][1])
-    group.broadcast(flat.view(dtype))
-    loader.load_flat(model, state, specs, flat)
+def split(order: Any) -> Iterator[list[Spec]]:
+    """Yields the tensors of each broadcast.
+
+    A packed one ends with the tensor that exceeds the trainer's buffer; otherwise each
+    tensor is sent alone.
+    """
+    specs: list[Spec] = []
+    size = 0
+    for spec in loader.read_specs(order):
+        specs.append(spec)
+        size += num_bytes(spec)
+        if size > order["buffer_bytes"] or not order["packed"]:
+            yield specs
+            specs, size = [], 0
+    if specs:
+        yield specs
+
+
+def num_bytes(spec: Spec) -> int:
+    """Returns the size of a tensor."""
+    dtype: torch.dtype = getattr(torch, spec[1])
+    return math.prod(spec[2]) * dtype.itemsize
 
 
 loader.ACTIONS |= {"join": _join, "take": _take}
