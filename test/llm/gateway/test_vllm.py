@@ -22,8 +22,8 @@ from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.vllm.answers import routed_experts
+from torchrl_sglang.gateway.vllm.broadcasts import LOADER, Wire, read_specs
 from torchrl_sglang.gateway.vllm.dialect import VLLM
-from torchrl_sglang.gateway.vllm.update import LOADER, Wire, read_specs
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues
@@ -152,6 +152,18 @@ def test_openai_s_requests_with_vllm_s_fields(client):
     assert answer["choices"][0]["token_ids"]
 
 
+def test_likeliest_tokens_of_completions_are_beside_the_sampled_one(client):
+    body = {"prompt": PROMPT, "max_tokens": 8, "logprobs": 1, "ignore_eos": True}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    logprobs = choice["logprobs"]
+    tops = list(map(list, map(dict.values, logprobs["top_logprobs"])))
+    assert [top[0] for top in tops] == logprobs["token_logprobs"]
+    others = [top for top in tops if len(top) > 1]
+    # The model is nearly uniform.
+    assert others
+    assert all(sampled < likeliest for sampled, likeliest in others)
+
+
 def test_a_stream(client):
     body = {"token_ids": PROMPT, "sampling_params": SAMPLING, "stream": True}
     events = client.post(GENERATE, json=body).text.split("\n\n")
@@ -274,22 +286,26 @@ def test_phases_out_of_order(client, trainer):
     assert generate(client)["choices"]
 
 
-def test_the_form_of_broadcasts():
+def test_announcements_of_a_trainer():
     info = {
         "names": ["a", "b", "c"],
         "dtype_names": ["float32", "bfloat16", "float32"],
         "shapes": [[2], [3], [1]],
     }
-    specs = read_specs(info)
-    packed = Wire.read({"packed": True, "packed_buffer_size_bytes": 8})
-    assert [len(part) for part in packed.broadcasts(specs)] == [2, 1]
-    assert [len(part) for part in Wire.read({}).broadcasts(specs)] == [1, 1, 1]
-    with pytest.raises(ConfigurationError, match="same size as `names`"):
-        read_specs({**info, "shapes": []})
-    with pytest.raises(ConfigurationError, match="float33"):
-        read_specs({**info, "dtype_names": ["float33"] * 3})
-    with pytest.raises(ConfigurationError, match="ipc_handles_pickled"):
-        read_specs({**info, "ipc_handles_pickled": ""})
+    assert [spec.num_bytes for spec in read_specs(info)] == [8, 6, 4]
+    wire = Wire.read({"packed": True, "packed_buffer_size_bytes": None})
+    assert wire == Wire(packed=True, buffer_bytes=1 << 30)
+    assert not wire.changed({"packed": False}).packed
+    for wrong, words in (
+        ({"shapes": []}, "same size as `names`"),
+        ({"shapes": [[-2], [3], [1]]}, "no list of sizes"),
+        ({"dtype_names": ["float33"] * 3}, "float33"),
+        ({"ipc_handles_pickled": ""}, "ipc_handles_pickled"),
+    ):
+        with pytest.raises(ConfigurationError, match=words):
+            read_specs({**info, **wrong})
+    with pytest.raises(ConfigurationError, match="packed must be a bool"):
+        Wire.read({"packed": "false"})
 
 
 def test_a_session_records_a_trainer_s_requests(vllm_engine):
@@ -365,6 +381,7 @@ def test_a_broken_transfer_generates_nothing(
     assert response.status_code == 503
     assert "stay paused" in response.text
     assert "mix of old and new" in trainer.call("/resume").text
+    assert "not initialized" in trainer.call("/start_weight_update").text
     body = {"token_ids": PROMPT, "sampling_params": SAMPLING}
     assert client.post(GENERATE, json=body).status_code == 503
     trainer.join()

@@ -157,6 +157,9 @@ class VLLM(Dialect):
             raise ConfigurationError(f"{', '.join(both)}: give it once.")
         if params.get("max_tokens") is None:
             params["max_tokens"] = self._engine.capabilities.max_context
+        if params.get("logprobs") == 1:
+            # The sampled token is the first of the likeliest, unlike in completions.
+            params["logprobs"] = 0
         return self._read(_read_tokens, {**fields, **params})
 
     def _read_chat(self, body: Mapping[str, Any]) -> Request:
@@ -201,15 +204,11 @@ class VLLM(Dialect):
         )
 
 
-def _read_tokens(fields: Mapping[str, Any]) -> Request:
+def _read_tokens(fields: Mapping[str, Any], name: str = "token_ids") -> Request:
     fields = dict(fields)
-    token_ids = _check_tokens("token_ids", fields.pop("token_ids", None))
+    token_ids = _check_tokens(name, fields.pop(name, None))
     top = fields.pop("logprobs", None)
-    # vLLM counts the sampled token.
-    number = 0 if top == 1 else top
-    return make_request(
-        fields, token_ids=token_ids, logprobs=top is not None, top=number
-    )
+    return make_request(fields, token_ids=token_ids, logprobs=top is not None, top=top)
 
 
 def _read_completion(fields: Mapping[str, Any]) -> Request:
@@ -221,8 +220,7 @@ def _read_completion(fields: Mapping[str, Any]) -> Request:
         return read_completion(fields)
     if fields.pop("echo", None):
         raise ConfigurationError("echo needs a prompt that is a text.")
-    del fields["prompt"]
-    return _read_tokens({**fields, "token_ids": prompt})
+    return _read_tokens(fields, "prompt")
 
 
 def _check_tokens(name: str, value: Any) -> Sequence[int]:
