@@ -132,8 +132,8 @@ print(len(tasks), "tasks, such as", tasks[0])
 # --------
 #
 # Each run of the agent has a session of the gateway, which records the tokens of the
-# model and their log-probs. The rewards of verifiers come back, and its named rewards
-# and metrics are in the logs as ``metrics/NAME``.
+# model and their log-probs. The rewards of verifiers come back, and its metrics and
+# named rewards are in the logs as ``metrics/NAME`` and ``metrics/reward/NAME``.
 #
 # A model with random weights gives nearly always the same command to a question. So its
 # answers are compared with those to all questions of a batch: those to the same one, as

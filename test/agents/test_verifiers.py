@@ -21,7 +21,10 @@ from helpers.waiting import wait_until_gone
 
 from torchrl_sglang import AsyncSGLang, Gateway
 from torchrl_sglang.errors import ConfigurationError, UserFunctionError
-from torchrl_sglang.gateway.adapters.verifiers_agent import VerifiersAgent
+from torchrl_sglang.gateway.adapters.verifiers_agent import (
+    MAX_ANSWER_BYTES,
+    VerifiersAgent,
+)
 from torchrl_sglang.support import event_loop
 
 LOOK = Reply(reasoning="They want to know.", text="I look.", calls=[ROME])
@@ -102,7 +105,7 @@ def test_traces_of_one_episode_have_their_own_rewards(make_agent, serve):
     with serve([RIGHT, WRONG, RIGHT]) as (_, gateway):
         agent = make_agent(env={"id": "best-of-n", "n": 3})
         (session,) = run(gateway, agent)
-        assert session.metrics["right"] == session.metrics["best"] == 2 / 3
+        assert session.metrics["reward/right"] == session.metrics["best"] == 2 / 3
         assert session.metrics["pass_at_n"] == 1.0
         assert session.reward is None
         assert set(session.agent_rewards) == {"agent", "agent-2", "agent-3"}
@@ -132,9 +135,27 @@ def test_a_reward_function_reads_rewards_and_metrics(make_agent, serve, reward):
     with serve([RIGHT]) as (_, gateway):
         (session,) = run(gateway, make_agent(reward=reward))
         assert session.reward == len(RIGHT.text)
-        assert session.metrics == {"right": 1.0, "letters": float(len(RIGHT.text))}
+        letters = float(len(RIGHT.text))
+        assert session.metrics == {"reward/right": 1.0, "letters": letters}
         metrics = gateway.to_tensordict([session])["next", "metrics"]
-        assert metrics["right"].item() == 1.0
+        assert metrics["reward/right"].item() == 1.0
+
+
+def test_a_metric_may_have_the_name_of_a_reward(make_agent, serve):
+    with serve([RIGHT]) as (_, gateway):
+        (session,) = run(gateway, make_agent(variables={"METRIC": "right"}))
+        assert session.metrics["reward/right"] == 1.0
+        assert session.metrics["right"] == 0.25
+
+
+def test_names_of_metrics_depend_on_no_other_trace(make_agent, serve):
+    with serve([RIGHT, RIGHT, WRONG]) as (_, gateway):
+        agent = make_agent(env={"id": "judged_env"})
+        (both,) = run(gateway, agent)
+        (alone,) = run(gateway, agent, number=1)
+        of_solver = {"solver/letters", "solver/reward/right"}
+        assert set(alone.metrics) == of_solver
+        assert set(both.metrics) == {*of_solver, "judge/letters", "judge/reward/right"}
 
 
 def test_a_reward_that_is_no_function_is_refused():
@@ -197,6 +218,25 @@ def test_a_failed_episode_is_an_error_with_its_reason(make_agent, serve):
         with pytest.raises(UserFunctionError, match="a reward that fails"):
             run_alone(gateway, agent)
         assert [session.reward for session in run(gateway, agent)] == [1.0]
+
+
+def test_an_answer_that_is_too_long_fails_its_episode(make_agent, serve):
+    words = str(MAX_ANSWER_BYTES // len("a reward that fails") + 1)
+    with serve([Reply(text="raise"), RIGHT]) as (_, gateway):
+        agent = make_agent(variables={"WORDS": words})
+        with pytest.raises(UserFunctionError, match=r"Its answer has \d+ bytes"):
+            run_alone(gateway, agent)
+        assert [session.reward for session in run(gateway, agent)] == [1.0]
+
+
+def test_lines_that_a_library_prints_are_no_answers(make_agent, serve, tmp_path):
+    """As it is imported, before the program has the output for itself."""
+    lines = '{"id": [1]}\n{"failure": "no"}\n[1]\n7\n{'
+    (tmp_path / "sitecustomize.py").write_text(f"print({lines!r}, flush=True)\n")
+    path = os.pathsep.join([str(tmp_path), str(CLIENTS)])
+    with serve([RIGHT]) as (_, gateway):
+        (session,) = run(gateway, make_agent(variables={"PYTHONPATH": path}))
+        assert session.reward == 1.0
 
 
 def run_alone(gateway, agent, number=0):

@@ -68,7 +68,7 @@ def test_a_synchronous_run_on_rewards_of_the_tasks(train):
     first, *_, last = (step for step in history if "eval/reward" in step)
     assert last["eval/reward"] > first["eval/reward"] + 0.3
     for step in history[1:]:
-        assert step["metrics/vowels"] == pytest.approx(step["batch/reward"])
+        assert step["metrics/reward/vowels"] == pytest.approx(step["batch/reward"])
         assert step["metrics/letters"] > 0
 
 

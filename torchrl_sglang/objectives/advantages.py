@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
+from torchrl_sglang.objectives.roles import role_of
 from torchrl_sglang.support.checks import (
     check_choice,
     check_count,
@@ -128,7 +129,7 @@ def groups_of_agents(
             if number == group
         }
         roles = [
-            _role(model, names) if number == group else None
+            role_of(model, names) if number == group else None
             for model, number in zip(models, group_of_row, strict=True)
         ]
         for role in dict.fromkeys(filter(None, roles)):
@@ -139,12 +140,6 @@ def groups_of_agents(
 def _model(row: TensorDictBase) -> str:
     request = row.get("request", None)
     return "policy" if request is None else str(request["model"])
-
-
-def _role(model: str, models: set[str]) -> str:
-    """Returns an agent's name without its number, if the first one has the rest."""
-    base, _, number = model.rpartition("-")
-    return base if number.isdigit() and base in models else model
 
 
 class GroupAdvantage:

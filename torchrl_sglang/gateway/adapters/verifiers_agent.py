@@ -30,23 +30,24 @@ from torchrl_sglang.gateway.programs.process import (
     start_tree,
 )
 from torchrl_sglang.gateway.programs.program import INHERITED
+from torchrl_sglang.objectives.roles import LATER_NAME
 from torchrl_sglang.support.blocking import BlockingCalls
 from torchrl_sglang.support.checks import check_count, check_mapping, check_seconds
 
 TASK = "task"
 """Column of a task: its number in the taskset."""
 
-PROGRAM = Path(__file__).with_name("verifiers_program.py")
+ROLE = "agent"
+"""Role of verifiers' environments that have a single one."""
 
-ANSWERS = frozenset({"num_tasks", "id", "failure"})
-"""Keys of which each answer of the process has one."""
+PROGRAM = Path(__file__).with_name("verifiers_program.py")
 
 LOG_LINES = 30
 LOG_LINE_BYTES = 2**12
 """Longer lines of its errors are cut."""
 
 MAX_ANSWER_BYTES = 2**26
-"""A longer line of its output is no answer."""
+"""Most of an answer of its program, and of a line that is no answer."""
 
 REWARD_SECONDS = 3600.0
 """Timeout of a function for the reward; the collector's own is usually shorter."""
@@ -141,6 +142,8 @@ class VerifiersAgent:
             "sampling": dict(check_mapping("sampling", sampling or {})),
             "num_tasks": num_tasks,
             "sets_rewards": reward is None,
+            "later_name": LATER_NAME,
+            "max_answer_bytes": MAX_ANSWER_BYTES,
         }
         self._reward = reward
         try:
@@ -197,8 +200,9 @@ class VerifiersAgent:
 
         Returns:
             AgentResult: the reward of its trace, or ``None`` if there are several,
-            which have their own; its rewards and metrics by name, means over the traces
-            of a role, with ``role/`` before the name if there are several roles.
+            which have their own; ``NAME`` of its metrics and ``reward/NAME`` of its
+            rewards, means over the traces of a role, after ``ROLE/`` unless the role is
+            ``"agent"``, that of environments with a single one.
 
         Raises:
             ConfigurationError: if the task does not exist, or the environment cannot be
@@ -342,10 +346,8 @@ class _Process:
     def _read_answers(self) -> None:
         for line in _lines(self._popen.stdout, MAX_ANSWER_BYTES):
             try:
-                answer = json.loads(line)
-                if not (isinstance(answer, dict) and not ANSWERS.isdisjoint(answer)):
-                    raise ValueError
-            except ValueError:
+                answer = json.loads(line)["answer"]
+            except (ValueError, LookupError, TypeError):
                 # A library printed it while verifiers was imported.
                 printed = line[:LOG_LINE_BYTES].decode(errors="replace")
                 self._log.append(printed.rstrip())
@@ -408,14 +410,17 @@ def _lines(pipe: Any, most: int) -> Iterator[bytes]:
 
 
 def _metrics(traces: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns means of finite rewards and metrics over the traces of each role."""
-    roles = {trace["role"] for trace in traces}
+    """Returns means of finite rewards and metrics over the traces of each role.
+
+    A name is the same in every episode, whatever other traces and names there are.
+    """
     values = defaultdict(list)
     for trace in traces:
-        for name, value in {**trace["metrics"], **trace["rewards"]}.items():
+        prefix = "" if trace["role"] == ROLE else f"{trace['role']}/"
+        rewards = {f"reward/{name}": v for name, v in trace["rewards"].items()}
+        for name, value in {**trace["metrics"], **rewards}.items():
             if math.isfinite(value):
-                key = name if len(roles) == 1 else f"{trace['role']}/{name}"
-                values[key].append(value)
+                values[prefix + name].append(value)
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
 
 

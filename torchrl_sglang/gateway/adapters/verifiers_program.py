@@ -1,8 +1,8 @@
 """Runs episodes of a `verifiers` environment, in the Python that has verifiers.
 
 ``verifiers_program.py`` reads a JSON object from each line of its input: first the
-settings, then episodes to run or to cancel. It writes one for each answer. It imports
-nothing of this project, whose dependencies conflict with verifiers'.
+settings, then episodes to run or to cancel. It writes one with ``"answer"`` for each
+answer. It imports nothing of this project, whose dependencies conflict with verifiers'.
 
 Model calls of the environment go to a relay in this process, which forwards them to the
 session of the episode. verifiers keeps a client for each endpoint, so it would never
@@ -158,6 +158,7 @@ class Episodes:
         self.tasks: list[Any] = list(islice(tasks, settings["num_tasks"]))
         self._relay = relay
         self._sets_rewards: bool = settings["sets_rewards"]
+        self._later_name: str = settings["later_name"]
         self._sampling = vf.SamplingConfig.model_validate(settings["sampling"])
 
     async def run(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +177,8 @@ class Episodes:
             role = trace.agent.name or "agent"
             numbers[role] += 1
             number = numbers[role]
-            name = role if number == 1 else f"{role}-{number}"
-            agents[trace.id] = name
+            later = self._later_name.format(role=role, number=number)
+            name = agents[trace.id] = role if number == 1 else later
             self._relay.targets[trace.id] = (job["base_url"], job["api_key"], name)
 
         (slot,) = self.env.slots(self.tasks[job["task"]])
@@ -200,7 +201,6 @@ class Episodes:
                 {
                     "agent": agents[trace.id],
                     "role": trace.agent.name or "agent",
-                    "trained": bool(trace.agent.trainable),
                     "turns": trace.num_turns,
                     "reward": trace.reward,
                     "rewards": _numbers(trace.rewards),
@@ -238,6 +238,7 @@ class Lines:
         # Neither prints of the environment nor its programs reach these two.
         self._input = os.fdopen(os.dup(0), "rb", buffering=0)
         self._output = os.fdopen(os.dup(1), "w", buffering=1)
+        self.max_bytes = MAX_BODY
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
@@ -253,8 +254,13 @@ class Lines:
             yield json.loads(line)
 
     def write(self, answer: dict[str, Any]) -> None:
-        """Writes an answer."""
-        self._output.write(json.dumps(answer) + "\n")
+        """Writes an answer, or why it cannot be written."""
+        line = json.dumps({"answer": answer})
+        if len(line) >= self.max_bytes:
+            failure = f"Its answer has {len(line)} bytes, of at most {self.max_bytes}"
+            number = {key: answer[key] for key in answer.keys() & {"id"}}
+            line = json.dumps({"answer": {**number, "failure": failure}})
+        self._output.write(line + "\n")
 
 
 async def main() -> None:
@@ -264,7 +270,9 @@ async def main() -> None:
     async with contextlib.AsyncExitStack() as stack:
         relay = await stack.enter_async_context(Relay().serving())
         try:
-            episodes = Episodes(await anext(objects), relay)
+            settings = await anext(objects)
+            lines.max_bytes = settings["max_answer_bytes"]
+            episodes = Episodes(settings, relay)
             await stack.enter_async_context(episodes.env.serving())
         except Exception as error:  # noqa: BLE001 - The environment raises anything.
             traceback.print_exc()

@@ -30,11 +30,14 @@ class WeatherTask(vf.Task[WeatherData, vf.State, WeatherConfig]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
         if trace.last_reply == "raise":
-            raise ValueError("a reward that fails")
+            words = "a reward that fails" * int(os.environ.get("WORDS", "1"))
+            raise ValueError(words)
         return float(self.data.answer in trace.last_reply)
 
     @vf.metric
     async def letters(self, trace: vf.Trace) -> float:
+        if name := os.environ.get("METRIC"):
+            trace.record_metric(name, 0.25)
         return float(len(trace.last_reply))
 
 
