@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -163,6 +164,40 @@ def test_a_failure_is_told_to_the_model_and_the_next_call_works(
     assert failure.startswith("Error: ")
     assert reason in failure
     assert weather == ROME
+
+
+def test_a_result_that_the_client_refuses_leaves_the_connection(collect, stdio):
+    server, _ = stdio
+    process = write_call("get_process", {})
+    calls = [process, write_call("measure", {}), process, "done"]
+    with collect(calls, [server]) as opened:
+        first, failure, second = results(*opened)
+    assert failure.startswith("Error: ")
+    assert "Invalid structured content" in failure
+    assert first == second
+
+
+@contextmanager
+def silent():
+    """Yields the URL of a server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}/mcp"
+
+
+def test_a_connection_that_never_begins_has_a_timeout(collect, python, tmp_path):
+    file = tmp_path / "pid"
+    write_pid = f"echo $$ > {file}; exec sleep 1000"
+    with silent() as url:
+        for place in ({"url": url}, {"command": ["sh", "-c", write_pid]}):
+            server = McpServer(connect_timeout=2.0, **place)
+            with (
+                pytest.raises(ConfigurationError, match="it does not answer"),
+                collect([], [server]),
+            ):
+                pass
+    wait_until_gone([int(file.read_text())])
+    with pytest.raises(ConfigurationError, match="connect_timeout"):
+        McpServer(url=url, connect_timeout=0)
 
 
 def test_a_tool_that_the_server_removes_is_an_error(collect, stdio):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import BaseModel
 
 server = MCPServer("weather", log_level="ERROR")
 
@@ -32,6 +33,26 @@ def hang() -> str:
     """Never answers."""
     time.sleep(3600)
     return ""
+
+
+class Reading(BaseModel):
+    degrees: int
+
+
+class FaultyReading(Reading):
+    degrees: str  # type: ignore[assignment]
+
+
+@server.tool()
+def measure() -> Reading:
+    """Returns a result that does not fit its schema."""
+    return FaultyReading(degrees="many")
+
+
+@server.tool()
+def get_process() -> str:
+    """Returns the process of this server."""
+    return str(os.getpid())
 
 
 @server.tool()

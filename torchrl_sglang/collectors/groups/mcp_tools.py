@@ -18,6 +18,7 @@ from typing import Any
 
 from torchrl_sglang.collectors.groups.tools import by_their_names
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.event_loop import (
     on_background_loop,
     run_async,
@@ -26,8 +27,8 @@ from torchrl_sglang.support.event_loop import (
 )
 from torchrl_sglang.support.user_code import describe
 
-CONNECT_SECONDS = 60.0
-"""Timeout for a connection to begin, and for one to end."""
+CLOSE_SECONDS = 60.0
+"""Timeout for a connection to end."""
 
 CONNECTION_CLOSED = -32000
 """Code of an error of the client; other codes are the server's, which goes on."""
@@ -58,8 +59,11 @@ class McpServer:
     with the collector."""
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables of the command, beside ``PATH``, ``HOME`` and a few like them."""
+    connect_timeout: float = 60.0
+    """Seconds for the start of the server and its list of tools."""
 
     def __post_init__(self) -> None:
+        check_seconds("connect_timeout", self.connect_timeout)
         if (self.url is None) == (not self.command) or isinstance(self.command, str):
             raise ConfigurationError(
                 f"An MCP server has a url, or a command as a list of texts, got "
@@ -175,7 +179,7 @@ class _Connection:
     async def list_tools(self) -> list[tuple[str, Any]]:
         """Returns each tool's name, and its function with the schema."""
         try:
-            async with asyncio.timeout(CONNECT_SECONDS):
+            async with asyncio.timeout(self._server.connect_timeout):
                 client = await self._connected()
                 page = await client.list_tools()
                 tools = list(page.tools)
@@ -224,7 +228,7 @@ class _Connection:
             self._stop.set()
             if self._client is not None and not self._client.done():
                 task.cancel()
-            await asyncio.wait([task], timeout=CONNECT_SECONDS)
+            await asyncio.wait([task], timeout=CLOSE_SECONDS)
             task.cancel()
 
     def _has_ended(self) -> bool:
@@ -243,7 +247,7 @@ class _Connection:
         """Holds the connection: its task enters and leaves it."""
         try:
             async with AsyncExitStack() as stack:
-                async with asyncio.timeout(CONNECT_SECONDS):
+                async with asyncio.timeout(self._server.connect_timeout):
                     client = await stack.enter_async_context(self._server.connected())
                 ready.set_result(client)
                 await stop.wait()
@@ -262,7 +266,7 @@ def _close(servers: list[_Connection]) -> None:
     closing = [submit(server.close()) for server in servers]
     # The garbage collector calls this in any thread.
     if not on_background_loop():
-        wait(closing, CONNECT_SECONDS)
+        wait(closing, CLOSE_SECONDS)
 
 
 def _pairs(tools: Any) -> list[tuple[str | None, Any]]:
