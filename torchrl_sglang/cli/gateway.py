@@ -15,6 +15,7 @@ from torchrl_sglang.cli.options import (
     Parser,
     add_metrics_option,
     add_start_options,
+    check_free,
     check_metrics_port,
     check_nothing_starts,
     metrics,
@@ -139,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
             "Give either MODEL, which servers are started for, or the --url or "
             "--router-url of running ones."
         )
+    check_free(arguments.host, arguments.port)
     engine = connect(arguments) if connects else _start(arguments)
     try:
         from torchrl_sglang.gateway.gateway import Gateway

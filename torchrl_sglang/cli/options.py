@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_port, nearest
-from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
+from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE, LOOPBACK
 
 START_OPTIONS = (
     *("num_replicas", "device", "cuda_devices", "python"),
@@ -149,6 +149,14 @@ def check_metrics_port(port: int | None) -> None:
         from torchrl_sglang.telemetry.prometheus import check_installed
 
         check_installed()
+
+
+def check_free(host: str | None, port: int | None) -> None:
+    """Refuses a port of the gateway that is taken, before servers start."""
+    if port:
+        from torchrl_sglang.backends.launch.ports import lease_port
+
+        lease_port(host or LOOPBACK, port, name="--port").release()
 
 
 def start_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

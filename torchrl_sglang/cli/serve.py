@@ -17,11 +17,13 @@ from torchrl_sglang.cli.options import (
     Parser,
     add_metrics_option,
     add_start_options,
+    check_free,
     check_metrics_port,
     metrics,
     start_arguments,
 )
-from torchrl_sglang.errors import ServerDiedError
+from torchrl_sglang.errors import ConfigurationError, ServerDiedError
+from torchrl_sglang.support.urls import LOOPBACK, is_loopback
 
 if TYPE_CHECKING:
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
@@ -78,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     address = {name: getattr(arguments, name) for name in ("host", "port")}
     address = {name: value for name, value in address.items() if value is not None}
     is_vllm = arguments.api == "vllm"
-    options |= vllm_loaders(options) if is_vllm else address
+    options |= _vllm_options(arguments, options) if is_vllm else address
     print(f"Starting SGLang for {arguments.model} ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 
@@ -105,9 +107,23 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _vllm_options(
+    arguments: argparse.Namespace, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns further options of the servers; refuses an address for their gateway."""
+    host = arguments.host or LOOPBACK
+    if not is_loopback(host) and "api_key" not in options:
+        raise ConfigurationError(
+            f"{host} can be reached from other machines; put a key into a file and "
+            f"give --api-key-file FILE."
+        )
+    check_free(host, arguments.port)
+    return vllm_loaders(options)
+
+
 def vllm_loaders(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of servers that receive weights from vLLM's trainers."""
-    from torchrl_sglang.gateway.vllm.update import LOADER
+    from torchrl_sglang.gateway.vllm.broadcasts import LOADER
 
     loaders = options.get("custom_weight_loader") or []
     loaders = [loaders] if isinstance(loaders, str) else loaders
@@ -127,7 +143,7 @@ def _vllm_api(
         engine,
         dialects=[VLLM(engine)],
         sessionless=True,
-        api_key=options.get("api_key"),
+        api_key=engine.api_key,
         tool_call_parser=options.get("tool_call_parser"),
         reasoning_parser=options.get("reasoning_parser"),
         token_columns=["routed_experts"] if routed else [],
