@@ -24,13 +24,14 @@ from transformers import AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.gateway.gateway import Gateway
+from torchrl_sglang.gateway.vllm.broadcasts import LOADER
 from torchrl_sglang.gateway.vllm.dialect import VLLM
-from torchrl_sglang.gateway.vllm.update import LOADER
 from torchrl_sglang.testing.tiny_model import make_tiny_model, save_tiny_model
 
 SHAPE = {"num_layers": 1, "initializer_range": 0.2}
 UPDATES = 20
 TOKENS = 32
+STEPS = 12
 SECONDS = 900.0
 
 
@@ -152,7 +153,7 @@ def test_trl_s_rollouts_and_weights(trl_python, gateway, folder, tmp_path):
         "samples": 16,
         "tokens": TOKENS,
     }
-    first = int(gateway.engine.newest_version) if _is_number(gateway) else 0
+    first = next_number(gateway)
     path = os.pathsep.join(map(str, (ROOT / "test/helpers/vllm_over_gloo", CLIENTS)))
     with client(trl_python, "trl_rollouts.py", job, PYTHONPATH=path) as process:
         report = report_of(process)
@@ -170,5 +171,34 @@ def test_trl_s_rollouts_and_weights(trl_python, gateway, folder, tmp_path):
         assert pytest.approx(trained) in recorded[tuple(sample["ids"])]
 
 
-def _is_number(gateway) -> bool:
-    return gateway.engine.newest_version.isdigit()
+def test_trl_s_trainer(trl_python, engine, folder, tmp_path):
+    """The whole trainer, with an attention kernel of CPUs in the place of its own."""
+    dialects = [VLLM(engine)]
+    with Gateway(engine, dialects=dialects, max_turns=100_000) as gateway:
+        session, first = gateway.session(), next_number(gateway)
+        job = {
+            "url": session.url,
+            "model": folder,
+            "out": str(tmp_path),
+            "steps": STEPS,
+        }
+        path = str(ROOT / "test/helpers/vllm_over_gloo")
+        with client(trl_python, "trl_trainer.py", job, PYTHONPATH=path) as process:
+            history = report_of(process)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    models = {}
+    for version in range(1, STEPS + 2):
+        model = models[str(first + version)] = make_tiny_model(tokenizer, **SHAPE)
+        model.load_state_dict(load_file(tmp_path / f"{version}.safetensors"))
+    compare(session, models)
+    steps = [line for line in history if "reward" in line]
+    assert len(steps) == STEPS
+    # Weights of the same version, in the trainer and in the servers.
+    assert steps[0]["ratio"] == pytest.approx(1.0, abs=TOLERANCE)
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.2
+
+
+def next_number(gateway) -> int:
+    """Returns the number before the next weight version."""
+    version = gateway.engine.newest_version
+    return int(version) if version.isdigit() else 0

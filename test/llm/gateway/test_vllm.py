@@ -7,6 +7,7 @@ import io
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -164,6 +165,17 @@ def test_likeliest_tokens_of_completions_are_beside_the_sampled_one(client):
     assert all(sampled < likeliest for sampled, likeliest in others)
 
 
+def test_a_model_may_be_named_as_in_the_command_that_serves_it(
+    client, vllm_engine, monkeypatch
+):
+    monkeypatch.chdir(Path(vllm_engine.model_path).parent)
+    body = {"prompt": PROMPT, "max_tokens": 1}
+    name = f"./{Path(vllm_engine.model_path).name}"
+    for model, status in ((name, 200), (f"{name}-2", 404)):
+        response = client.post("/v1/completions", json={**body, "model": model})
+        assert response.status_code == status, response.text
+
+
 def test_a_stream(client):
     body = {"token_ids": PROMPT, "sampling_params": SAMPLING, "stream": True}
     events = client.post(GENERATE, json=body).text.split("\n\n")
@@ -260,6 +272,7 @@ def test_pauses(client):
         ("/start_weight_update", {"is_checkpoint_format": False}, 400, "checkpoint"),
         ("/collective_rpc", {}, 501, "no functions"),
         ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "cannot be found"),
+        ("/is_paused", {}, 405, "GET /is_paused"),
     ],
 )
 def test_refusals_in_vllm_s_words(client, path, body, status, words):
@@ -267,6 +280,8 @@ def test_refusals_in_vllm_s_words(client, path, body, status, words):
     error = response.json()["error"]
     assert (response.status_code, error["code"]) == (status, status)
     assert words in error["message"]
+    if status == 405:
+        assert error["type"] == "Method Not Allowed"
 
 
 def test_phases_out_of_order(client, trainer):

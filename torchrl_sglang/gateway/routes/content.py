@@ -96,13 +96,14 @@ _KINDS = {
 
 
 def _routes(app: web.Application) -> str:
-    """Returns the routes, except the routes of single sessions."""
-    routes = (
-        f"{route.method} {route.resource.canonical}"
+    """Returns the routes; those that sessions have as well, once."""
+    routes = [
+        (route.method, route.resource.canonical)
         for route in app.router.routes()
         if route.resource is not None and route.method != "HEAD"
-    )
-    return ", ".join(route for route in routes if "}/v1/" not in route)
+    ]
+    shared = {(method, f"/sessions/{{session}}{path}") for method, path in routes}
+    return ", ".join(f"{m} {path}" for m, path in routes if (m, path) not in shared)
 
 
 def failure_of(request: web.Request, error: Exception) -> Failure:
@@ -112,7 +113,7 @@ def failure_of(request: web.Request, error: Exception) -> Failure:
         if status in (NOT_FOUND, METHOD_NOT_ALLOWED):
             message = (
                 f"There is no {request.method} {request.path!r}; there are "
-                f"{_routes(request.app)}, and each /v1/... behind /sessions/NAME."
+                f"{_routes(request.app)}, and most of them behind /sessions/NAME."
             )
     elif isinstance(error, SGLangError):
         status, message = _status(error), str(error)

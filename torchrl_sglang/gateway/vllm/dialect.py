@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from http.client import responses
 from typing import Any
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -77,9 +79,8 @@ _GRAMMARS = {
 """Fields of vLLM's ``structured_outputs`` -> SGLang's parameter."""
 
 _TYPES = {
+    **{status: phrase for status, phrase in responses.items() if 400 <= status < 500},
     400: "BadRequestError",
-    401: "Unauthorized",
-    403: "Forbidden",
     404: "NotFoundError",
     422: "UnprocessableEntityError",
     501: "NotImplementedError",
@@ -194,14 +195,19 @@ class VLLM(Dialect):
     def _adapter(self, model: str) -> str | None:
         """Returns the adapter that a model's name selects; refuses unknown names."""
         engine = self._engine
-        served = engine.capabilities.server_args.get("served_model_name")
-        if model in ("", engine.model_path, engine.capabilities.model_path, served):
-            return None
         if model in engine.adapters:
             return model
-        raise GatewayError(
-            f"The model `{model}` does not exist.", status=404, param="model"
-        )
+        served = engine.capabilities.server_args.get("served_model_name")
+        names = {engine.model_path, engine.capabilities.model_path, served, ""}
+        # A server is started with the path of a folder from here, too.
+        if names.isdisjoint({model, os.path.abspath(os.path.expanduser(model))}):
+            raise GatewayError(
+                f"The model `{model}` does not exist; there are "
+                f"{', '.join([served or engine.model_path, *engine.adapters])}.",
+                status=404,
+                param="model",
+            )
+        return None
 
 
 def _read_tokens(fields: Mapping[str, Any], name: str = "token_ids") -> Request:
