@@ -393,6 +393,8 @@ class ServerCapabilities:
     """The server can leave its draft model out of a weight update."""
     feeds_draft: bool = False
     """Tensors of a weight update can reach the draft model."""
+    encodes_top_logprobs: bool = False
+    """The server can send the top-k tokens of a prompt as arrays."""
     has_traced_loader: bool = False
     """The server was started with ``weight_loader="traced"``."""
     quantized: str | None = None

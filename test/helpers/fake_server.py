@@ -989,8 +989,9 @@ def _spoil(  # noqa: C901 - One branch for each fault.
         entries.pop()
     elif entries and fault == "short_top_log_probs":
         meta["output_top_logprobs"].pop()
-    elif entries and fault == "null_log_probs":
-        entries[-1][0] = None
+    elif fault == "null_log_probs":
+        for scored in filter(None, (entries, meta.get("input_token_logprobs"))):
+            scored[-1][0] = None
     elif entries and fault == "other_tokens":
         entries[-1][1] += 1
 

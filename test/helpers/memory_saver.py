@@ -1,7 +1,7 @@
 """A memory saver for servers on CPU, which stands in for the one of GPUs.
 
 It is as strict as the real one: what pauses or resumes a kind of memory twice ends.
-Memory is not given back, but every weight is lost.
+Memory is not given back, but every weight is lost that has no backup.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch
 
 
 class Saver:
-    enabled, hook_mode, paused = True, None, set()
+    enabled, hook_mode, paused, kept = True, None, set(), set()
 
     @contextmanager
     def region(self, tag="default", enable_cpu_backup=False):
+        if enable_cpu_backup:
+            self.kept.add(tag)
         yield
 
     cuda_graph = disable = region
@@ -30,7 +32,7 @@ class Saver:
         if tag in self.paused:
             os._exit(1)
         self.paused.add(tag)
-        if tag == "weights":
+        if tag == "weights" and tag not in self.kept:
             for found in gc.get_objects():
                 if isinstance(found, torch.nn.Parameter):
                     found.data.fill_(float("nan"))

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import check_finite, read
 from torchrl_sglang.objectives.divergences import (
+    LEAST,
     Distillation,
     missed_mass,
     token_divergence,
 )
+from torchrl_sglang.objectives.formulas import masked_mean
+from torchrl_sglang.objectives.packing import PackedTokens
+from torchrl_sglang.objectives.statistics import Statistic, moments
 
 TEACHER = "teacher"
 TEACHER_LOG_PROBS = (TEACHER, "log_probs")
-"""The teacher's log-prob of each token ``(T,)``, at temperature 1; 0 in prompts."""
+"""The teacher's log-prob of each token ``(T,)``, at temperature 1; NaN in prompts."""
 TEACHER_IDS = (TEACHER, "top_ids")
-"""The teacher's likeliest tokens at each position ``(T, k)``, int64."""
+"""The teacher's likeliest tokens at each position ``(T, k)``, int32."""
 TEACHER_TOPS = (TEACHER, "top_log_probs")
 """Their log-probs ``(T, k)``."""
 
@@ -32,75 +38,137 @@ LARGEST_WEIGHT = 10.0
 class DistillationTerms:
     """Terms of a batch's tokens ``(B, T)``, zero outside of the loss tokens."""
 
-    loss: Tensor
-    """Term of the loss."""
-    reward: Tensor
-    """Term of the advantage."""
     divergence: Tensor
     """Divergence, or its estimate."""
-    missed: Tensor
+    loss: Tensor | None = None
+    """Term of the loss."""
+    advantage: Tensor | float = 0.0
+    """Term of the advantage ``(B, T, 1)``."""
+    missed: Tensor | None = None
     """The teacher's probability outside of its likeliest tokens."""
+    statistics: dict[str, Statistic] = field(default_factory=dict)
+    """Metrics that are no means over the tokens."""
+
+    def metrics(self, mask: Tensor) -> dict[str, Tensor]:
+        """Returns the metrics of the loss tokens in ``mask``."""
+        values = {"distillation": self.divergence, "distillation_missed": self.missed}
+        return {
+            name: masked_mean(value, mask)
+            for name, value in values.items()
+            if value is not None
+        } | {name: statistic.value for name, statistic in self.statistics.items()}
+
+
+@cache
+def with_distillation(output_type: Any) -> Any:
+    """Returns a loss's class of outputs, with the fields of a distillation."""
+    metrics = ("distillation", "distillation_missed", "distillation_variance")
+    names = ("loss_distillation", *metrics)
+    fields = {"__annotations__": dict.fromkeys(names, Tensor | None)}
+    defaults = dict.fromkeys(names)
+    return type(output_type.__name__, (output_type,), {**fields, **defaults})
 
 
 def compared_ids(
-    settings: Distillation, batch: TensorDictBase, tokens: Tensor
+    settings: Distillation, batch: TensorDictBase, tokens: Tensor, vocabulary: int
 ) -> Tensor:
-    """Returns the tokens ``(B, T, k)`` whose log-probs the loss needs."""
-    if settings.estimator != "top_k":
+    """Returns the tokens ``(B, T, k)`` whose log-probs the loss needs.
+
+    Tokens outside of the student's ``vocabulary`` have another one in their place.
+    """
+    if not settings.compares_distributions:
         return tokens.unsqueeze(-1)
-    return _read(batch, TEACHER_IDS, tokens).long()
+    ids = _read(batch, TEACHER_IDS, tokens).long()
+    return ids.masked_fill(ids >= vocabulary, 0)
 
 
 def distillation_terms(
     settings: Distillation,
     batch: TensorDictBase,
-    log_probs: Tensor,
-    rollout: Tensor,
+    policy: Any,
     mask: Tensor,
     *,
+    rollout_key: NestedKey,
     vocabulary: int,
 ) -> DistillationTerms:
     """Returns the terms of a batch.
 
-    ``log_probs`` ``(B, T, k)`` are the policy's of :func:`compared_ids`, ``rollout``
-    ``(B, T)`` those that tokens were sampled with, ``mask`` the loss tokens.
+    ``policy`` has the log-probs of :func:`compared_ids`, ``rollout_key`` names the
+    log-probs that tokens were sampled with, ``mask`` has the loss tokens.
 
     Raises:
-        ConfigurationError: if the batch lacks a column of the teacher.
+        ConfigurationError: if the batch lacks a column of the teacher, or the policy
+            reads no tokens.
         NotFiniteError: if a value of a loss token is NaN or infinite.
     """
+    if not isinstance(policy, PackedTokens):
+        raise ConfigurationError(
+            "distillation= needs an actor of tokens: TransformersWrapper(model, "
+            "input_mode='tokens', generate=False, pad_model_input=True)."
+        )
+    if settings.compares_distributions:
+        return _compared(settings, batch, policy.id_log_probs, mask, vocabulary)
+    rollout = read(batch, rollout_key, padding_value=0.0)
+    assert rollout is not None
+    return _estimated(settings, batch, policy.id_log_probs[..., 0], rollout, mask)
+
+
+def _compared(
+    settings: Distillation,
+    batch: TensorDictBase,
+    log_probs: Tensor,
+    mask: Tensor,
+    vocabulary: int,
+) -> DistillationTerms:
+    """Returns the terms of log-probs ``(B, T, k)`` of the teacher's tokens."""
+    tops = _read(batch, TEACHER_TOPS, mask)
+    check_finite(TEACHER_TOPS, tops.sum(-1), mask)
+    # The rows of a teacher's output layer can be more than the student's.
+    outside = _read(batch, TEACHER_IDS, mask)[mask] >= vocabulary
+    teacher = tops[mask].masked_fill(outside, LEAST)
+    student = log_probs[mask].masked_fill(outside, LEAST)
+    values = token_divergence(settings, student, teacher, vocabulary=vocabulary)
     zeros = torch.zeros_like(log_probs[..., 0])
-    if settings.estimator == "top_k":
-        tops = _read(batch, TEACHER_TOPS, mask)
-        check_finite(TEACHER_TOPS, tops.sum(-1), mask)
-        values = token_divergence(
-            settings, log_probs[mask], tops[mask], vocabulary=vocabulary
-        )
-        divergence = zeros.masked_scatter(mask, values)
-        missed = zeros.detach().masked_scatter(mask, missed_mass(tops[mask]))
-        return DistillationTerms(
-            loss=settings.weight * divergence,
-            reward=zeros.detach(),
-            divergence=divergence.detach(),
-            missed=missed,
-        )
+    divergence = zeros.masked_scatter(mask, values)
+    return DistillationTerms(
+        loss=settings.weight * divergence,
+        divergence=divergence.detach(),
+        missed=zeros.detach().masked_scatter(mask, missed_mass(teacher).to(zeros)),
+    )
+
+
+def _estimated(
+    settings: Distillation,
+    batch: TensorDictBase,
+    log_probs: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+) -> DistillationTerms:
+    """Returns the terms of log-probs ``(B, T)`` of the sampled tokens."""
     teacher = _read(batch, TEACHER_LOG_PROBS, mask)
     check_finite(TEACHER_LOG_PROBS, teacher, mask)
-    ratio = torch.where(mask, log_probs[..., 0] - teacher, 0)
+    ratio = torch.where(mask, log_probs - torch.where(mask, teacher, 0), 0)
     has_rollout = mask & rollout.isfinite()
-    weight = torch.where(has_rollout, log_probs[..., 0].detach() - rollout, 0).exp()
+    weight = torch.where(has_rollout, log_probs.detach() - rollout, 0).exp()
     weight = weight.clamp_max(LARGEST_WEIGHT)
-    loss, reward = zeros, zeros.detach()
+    divergence = weight * ratio.detach()
+    statistics = {"distillation_variance": moments(divergence, mask, _variance)}
     if settings.estimator == "reward":
-        reward = -settings.weight * ratio.detach()
-    else:
-        loss = settings.weight * weight * ratio.square() / 2
+        return DistillationTerms(
+            advantage=-settings.weight * ratio.detach().unsqueeze(-1),
+            divergence=divergence,
+            statistics=statistics,
+        )
     return DistillationTerms(
-        loss=loss,
-        reward=reward,
-        divergence=weight * ratio.detach(),
-        missed=torch.zeros_like(reward),
+        loss=settings.weight * weight * ratio.square() / 2,
+        divergence=divergence,
+        statistics=statistics,
     )
+
+
+def _variance(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    count = count.clamp_min(1)
+    return (squares / count - (total / count).square()).clamp_min(0)
 
 
 def _read(batch: TensorDictBase, key: tuple[str, str], like: Tensor) -> Tensor:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +39,7 @@ from torchrl_sglang.objectives.distillation import (
     DistillationTerms,
     compared_ids,
     distillation_terms,
+    with_distillation,
 )
 from torchrl_sglang.objectives.divergences import Distillation
 from torchrl_sglang.objectives.formulas import masked_mean
@@ -211,7 +211,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.distillation = distillation
         if distillation is not None:
             kind: Any = type(self)
-            self.output_type: Any = _with_distillation(kind)
+            self.output_type: Any = with_distillation(kind.output_type)
         other = "" if self._reads_tokens() else "the actor is not one of tokens"
         self.padded_because = prepare_packing(
             getattr(self.actor_network, "model", None), packing, other
@@ -229,6 +229,13 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.on_scored: Callable[[TensorDictBase, Tensor], None] | None = None
         """Called in each forward pass with the batch and the trained policy's log-probs
         ``(B, T)``, NaN outside of the loss tokens."""
+
+    @property
+    def _vocabulary(self) -> int:
+        """Number of tokens of the trained policy."""
+        model = self.actor_network.model
+        config = getattr(model, "module", model).config
+        return int(config.get_text_config().vocab_size)
 
     @property
     def packs(self) -> bool:
@@ -306,8 +313,15 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             mask = mask & (distance <= self.kl_mask_threshold)
         log_prob = batch.get("_cur_log_prob").unsqueeze(-1)
         if self.distillation is not None:
-            self._distilled = self._distil(batch, dist, mask)
-            advantage = advantage + self._distilled.reward.unsqueeze(-1)
+            self._distilled = distillation_terms(
+                self.distillation,
+                batch,
+                dist,
+                mask,
+                rollout_key=keys.sample_log_prob,
+                vocabulary=self._vocabulary,
+            )
+            advantage = advantage + self._distilled.advantage
         if self.correction is not None:
             corrected = self._correct(batch, log_prob, advantage, mask, dist.mask)
             mask = corrected.keep
@@ -402,6 +416,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             (_fields(output), self._mask.sum()),
         ):
             statistics |= {name: weighted_mean(v, weight) for name, v in values.items()}
+        if self._distilled is not None:
+            statistics |= self._distilled.statistics
         return statistics | self._sample_size | self._correction_statistics
 
     def _try_forward(
@@ -491,7 +507,9 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         sampling = self.sampling_of(tensordict)
         options: dict[str, Any] = {"entropy": self.entropy_bonus, "sampling": sampling}
         if self.distillation is not None:
-            options["ids"] = compared_ids(self.distillation, tensordict, tokens)
+            options["ids"] = compared_ids(
+                self.distillation, tensordict, tokens, self._vocabulary
+            )
         if self.packs:
             options["tree"] = self.packing == "tree"
             terms = packed_terms(actor.model, tokens, attention, mask, **options)
@@ -611,40 +629,15 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             output[name] = masked_mean(divergence.detach(), mask)
         return output
 
-    def _distil(
-        self, batch: TensorDictBase, dist: Any, mask: Tensor
-    ) -> DistillationTerms:
-        """Compares the policy with the teacher at each loss token."""
-        assert self.distillation is not None
-        if not isinstance(dist, PackedTokens):
-            raise ConfigurationError(
-                "distillation= needs an actor of tokens: TransformersWrapper(model, "
-                "input_mode='tokens', generate=False, pad_model_input=True)."
-            )
-        rollout = read(batch, self.tensor_keys.sample_log_prob, padding_value=0.0)
-        assert rollout is not None
-        config = self.actor_network.model.config
-        return distillation_terms(
-            self.distillation,
-            batch,
-            dist.id_log_probs,
-            rollout,
-            mask,
-            vocabulary=config.get_text_config().vocab_size,
-        )
-
     def _distillation_terms(
         self, batch: TensorDictBase, mask: Tensor
     ) -> dict[str, Tensor]:
-        """Returns the divergence from the teacher, and the mass that it misses."""
+        """Returns the loss and the metrics of the divergence from a teacher."""
         terms = self._distilled
         if terms is None:
             return {}
-        output = {
-            "distillation": masked_mean(terms.divergence, mask),
-            "distillation_missed": masked_mean(terms.missed, mask),
-        }
-        if terms.loss.requires_grad:
+        output = terms.metrics(mask)
+        if terms.loss is not None:
             output["loss_distillation"] = self._mean(terms.loss.unsqueeze(-1), batch)
         return output
 
@@ -672,16 +665,6 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             )
         check_finite(key, value, mask)
         return torch.where(mask, value, 0)
-
-
-@cache
-def _with_distillation(loss: Any) -> Any:
-    """Returns a loss's class of outputs, with the fields of a distillation."""
-    output_type = loss.output_type
-    names = ("loss_distillation", "distillation", "distillation_missed")
-    fields = {"__annotations__": dict.fromkeys(names, Tensor | None)}
-    defaults = dict.fromkeys(names)
-    return type(output_type.__name__, (output_type,), {**fields, **defaults})
 
 
 def _sample_size(log_weight: Tensor, mask: Tensor) -> Statistic:

@@ -26,6 +26,7 @@ from torchrl_sglang.support.checks import (
     check_auto,
     check_count,
     check_flag,
+    check_keywords,
     check_positive,
 )
 from torchrl_sglang.support.fields import check_fields
@@ -35,7 +36,6 @@ from torchrl_sglang.trainers.deterministic import check_repeatable
 from torchrl_sglang.trainers.placement import check_engine, check_placement
 from torchrl_sglang.trainers.progress import StepsShown
 from torchrl_sglang.trainers.sampling import read_sampling, warn_of_greedy_groups
-from torchrl_sglang.trainers.teacher import check_distillation, check_teacher, no_reward
 from torchrl_sglang.types import LogProbsMode
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
 
@@ -89,6 +89,19 @@ def check_weight_sync(name: str, options: Any) -> Any:
     """Checks the options of a weight-sync scheme."""
     SGLangWeightSyncScheme(None, None, **check_part(MAPPING)(name, options))
     return options
+
+
+def check_distillation(name: str, value: Any) -> Distillation:
+    """Returns a distillation, from itself or its arguments."""
+    if isinstance(value, Distillation):
+        return value
+    check_keywords(name, check_part(MAPPING)(name, value), Distillation)
+    return Distillation(**value)
+
+
+def _no_reward(conversation: Any, task: Any) -> float:
+    """Returns the reward of a run that learns from its teacher alone."""
+    return 0.0
 
 
 def check_recorder(name: str, recorder: Any) -> Any:
@@ -180,13 +193,18 @@ class RunArguments:
     """Preset or configuration of off-policy correction. By default there is none."""
     kl_to_ref_coeff: Annotated[float, partial(check_positive, zero=True)] = 0.0
     """Coefficient of the divergence from the model before training."""
-    teacher: Annotated[
-        Mapping[str, Any] | str | Sequence[str] | RLSGLangEngine | None, check_teacher
-    ] = None
+    teacher: Mapping[Any, Any] | str | Sequence[str] | RLSGLangEngine | None = None
     """Model that the policy learns from beside the rewards, or without rewards: a
     folder or hub name; a mapping of ``"model"`` and arguments of
     :meth:`.AsyncSGLang.from_pretrained`; the URL of a running server, or an engine. It
-    has the student's tokenizer."""
+    has the student's tokenizer. ``"initial"`` is the model before training, in servers
+    of its own, ``"student"`` the trained one, in its own servers."""
+    teacher_key: str | None = None
+    """Column of a task with the name of its teacher: ``teacher`` is a mapping of names
+    to teachers. By default there is one."""
+    teacher_prompt: Annotated[Callable[..., Any] | None, check_part(FUNCTION)] = None
+    """Function of a task that returns the teacher's prompt, a text or messages, such as
+    one with a solution. By default the teacher has the student's."""
     distillation: Annotated[
         Mapping[str, Any] | Distillation | None, check_distillation
     ] = None
@@ -301,7 +319,7 @@ class RunArguments:
     def __post_init__(self) -> None:
         makers = (self.rewards, self.group_rewards, self.step, self.agent, self.env)
         if self.teacher is not None and not any((*makers, callable(self.collector))):
-            object.__setattr__(self, "rewards", no_reward)
+            object.__setattr__(self, "rewards", _no_reward)
         check_fields(self)
         self._check_minibatches()
         check_placement(self.model, self.engine, self.colocated, self.max_staleness)

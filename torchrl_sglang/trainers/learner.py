@@ -83,7 +83,7 @@ REF_LOG_PROBS = ("next", "ref_log_probs")
 LOSSES = ("objective", "entropy", "kl_to_ref", "kl_to_inference", "distillation")
 METRICS = (
     *("clip_fraction", "kl_approx", "ESS", "entropy", "kl_to_ref"),
-    *("distillation", "distillation_missed"),
+    *("distillation", "distillation_missed", "distillation_variance"),
 )
 
 MAX_SKIPPED_STEPS = 5
@@ -196,6 +196,8 @@ class Learner:
         self._correct = correct
         self._reference = reference
         self._teacher = teacher
+        if teacher is not None:
+            teacher.check_tokens(self.actor.tokenizer)
         self._minibatches = minibatches
         self._epochs = epochs
         self._max_tokens = max_tokens_per_pass
@@ -267,6 +269,7 @@ class Learner:
                 or if the weights are not finite.
         """
         self._mark_start()
+        batch = self.score(batch)
         rows = self._ranks_in_step.together(lambda: self._select(batch))
         scored = self._ranks_in_step.together(
             lambda: [self._is_trained(row) for row in rows.unbind(0)]
@@ -307,6 +310,23 @@ class Learner:
             metrics["train/flipped_experts"] = flipped / max(choices, 1.0)
         return metrics | {name: sum(v) / len(v) for name, v in sums.items()}
 
+    def score(self, batch: TensorDictBase) -> TensorDictBase:
+        """Returns a batch with the columns of the teacher, if there is one.
+
+        :meth:`train` does it otherwise. All ranks call it, each with its share.
+
+        Raises:
+            ConfigurationError: as :class:`.Teacher`; on all ranks, as each error.
+        """
+        teacher = self._teacher
+        if teacher is None or TEACHER in batch.keys():
+            return batch
+        self.ranks.first(teacher.wake_up)
+        try:
+            return self._ranks_in_step.together(lambda: teacher(batch))
+        finally:
+            self.ranks.first(teacher.sleep)
+
     def _mark_start(self) -> None:
         """Keeps the state of a schedule before the first step."""
         if self._start is None:
@@ -327,7 +347,7 @@ class Learner:
         self.recorder.scored(scored)
 
     def _select(self, batch: TensorDictBase) -> TensorDictBase:
-        """Returns the columns of a batch that training reads, with the teacher's."""
+        """Returns the columns of a batch that training reads."""
         present = batch.keys(True)
         if self._reads_rollouts and "advantage" not in present:
             raise ConfigurationError(
@@ -343,8 +363,7 @@ class Learner:
             raise ConfigurationError(f"The batch lacks {LOG_PROBS!r}. {NOT_SCORED}")
         if not hasattr(self.loss, "sampling_of"):
             warn_of_sampling(batch)
-        rows = batch.select(self.query_key, *TRAINING_KEYS, strict=False)
-        return rows if self._teacher is None else self._teacher(rows)
+        return batch.select(self.query_key, *TRAINING_KEYS, strict=False)
 
     def _is_trained(self, row: TensorDictBase) -> bool:
         """Returns whether a row has a token that the loss can be of."""

@@ -44,6 +44,7 @@ SHOWN = (
     ("age", "batch/age", "{:.1f}"),
     ("tokens/s", "time/tokens_per_second", "{:,.0f}"),
     ("collect", "time/collect", "{:.1f}s"),
+    ("score", "time/score", "{:.1f}s"),
     ("train", "time/train", "{:.1f}s"),
     ("sleep", "time/sleep", "{:.1f}s"),
     ("update", "time/update", "{:.1f}s"),
@@ -53,6 +54,7 @@ SHOWN = (
 
 PHASES = {
     "collect": ("collecting", "Generation"),
+    "score": ("scoring by the teacher", "Scoring by the teacher"),
     "train": ("training", "Training"),
     "sleep": (
         "putting servers to sleep or waking them up",
@@ -74,8 +76,8 @@ class PhaseClock:
     def __init__(self, recorder: RunRecorder | None = None) -> None:
         self._recorder = recorder
         self.seconds: dict[str, float] = {}
-        # Servers sleep in colocated runs alone.
-        self.totals = {name: 0.0 for name in PHASES if name != "sleep"}
+        # Others are of runs with a teacher, and of colocated ones.
+        self.totals = {name: 0.0 for name in PHASES if name not in ("score", "sleep")}
         self._start = time.perf_counter()
 
     def done(self, phase: str) -> None:

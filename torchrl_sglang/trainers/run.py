@@ -65,6 +65,7 @@ from torchrl_sglang.trainers.report import (
 from torchrl_sglang.trainers.samples import log_samples, rows_of
 from torchrl_sglang.trainers.serving import Served, Serving
 from torchrl_sglang.trainers.tasks import ADVANTAGE, taken_column
+from torchrl_sglang.trainers.teaching import Teaching
 from torchrl_sglang.trainers.training import Training
 from torchrl_sglang.types import ServerArgs
 from torchrl_sglang.weight_update.scheme import SGLangWeightSyncScheme
@@ -119,7 +120,8 @@ class Run:
         self.arguments = arguments
         self._collecting = Collecting(arguments)
         self._serving = Serving(arguments, self._collecting.opening())
-        self._training = Training(arguments)
+        self._teaching = Teaching(arguments)
+        self._training = Training(arguments, self._teaching.distillation)
         self._records = Records(arguments)
         self.advantage = self._training.make_advantage(
             self._collecting.trajectory_return
@@ -183,14 +185,12 @@ class Run:
         torch.manual_seed(self.arguments.seed)
         # Errors are found before servers are started, which takes minutes.
         self._open_records(stack)
-        teacher = self._training.make_teacher(stack, self.ranks)
+        teachers = self._teaching.start(stack, self.ranks)
         served = self.ranks.first(lambda: self._serving.start(stack, self.ranks))
         self._served = served if self.ranks.is_first else Served()
         self.engine, self.policy = self._served.engine, self._served.policy
         self.gateway = self._served.gateway
         tokenizer = share_tokenizer(self.policy, self.ranks)
-        if teacher is not None:
-            self.ranks.first(lambda: teacher.check_tokens(tokenizer))
         # Ranks share the model by a communicator of their own.
         prepare_nccl(ServerArgs(**self.ranks.first(self._settings_for_nccl)))
         self.model = self._training.load(self.ranks)
@@ -204,7 +204,7 @@ class Run:
             tokenizer,
             self.ranks,
             reference=reference,
-            teacher=teacher,
+            teacher=self._teaching.make(teachers, self.engine, self.ranks),
         )
         self.learner.recorder = self._recorder_of_scores()
         self.learner.query_key = self.query_key
@@ -369,6 +369,10 @@ class Run:
             if batch is None:
                 return
             self.clock.done("collect")
+            if self._teaching.teachers and not self._teaching.sleeps:
+                self._begin_phase("score")
+                batch = self.learner.score(batch)
+                self.clock.done("score")
             self._begin_phase("train")
             yield batch
 

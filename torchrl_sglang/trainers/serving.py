@@ -158,21 +158,7 @@ class Serving:
 
     def _check_template(self, model: str, options: Mapping[str, Any]) -> None:
         """Applies the chat template once: servers take minutes to start."""
-        from transformers import AutoTokenizer
-
-        path = options.get("tokenizer_path") or model
-        trusted = bool(options.get("trust_remote_code"))
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                path,
-                trust_remote_code=trusted,
-                revision=options.get("revision") or "main",
-            )
-        except Exception as error:
-            advice = "give a model's folder or name that has one."
-            raise unreadable(
-                f"The tokenizer {path!r}", error, trusted, advice
-            ) from error
+        tokenizer = load_tokenizer(model, options)
         source = choose_template(
             tokenizer, template=self.arguments.chat_template, by_model=True
         )
@@ -198,3 +184,19 @@ class Serving:
                 f"none; leave it out."
             )
         return {"enable_return_routed_experts": True, **options}
+
+
+def load_tokenizer(model: str, options: Mapping[str, Any]) -> Any:
+    """Returns the tokenizer of servers that are started with these options."""
+    from transformers import AutoTokenizer
+
+    path = options.get("tokenizer_path") or model
+    trusted = bool(options.get("trust_remote_code"))
+    revision = options.get("revision") or "main"
+    try:
+        return AutoTokenizer.from_pretrained(
+            path, trust_remote_code=trusted, revision=revision
+        )
+    except Exception as error:
+        advice = "give a model's folder or name that has one."
+        raise unreadable(f"The tokenizer {path!r}", error, trusted, advice) from error

@@ -1,53 +1,79 @@
-"""``Teacher``: an engine whose log-probs a policy learns from."""
+"""``Teacher``: engines whose log-probs a policy learns from."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import base64
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from math import nan
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
+from torch import Tensor
 
-from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import ASSISTANT_MASK, TOKENS
+from torchrl_sglang.chat.messages import check_last_message, read_messages
+from torchrl_sglang.chat.template import ChatTemplate
+from torchrl_sglang.collectors.groups.user_functions import check_call, naming
+from torchrl_sglang.collectors.scheduling.failures import BACKOFF_SECONDS, is_engines
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    SGLangError,
+    UnsupportedByServerError,
+)
+from torchrl_sglang.objectives.columns import ASSISTANT_MASK, PROMPT, TOKENS
 from torchrl_sglang.objectives.distillation import TEACHER
-from torchrl_sglang.objectives.divergences import Distillation
+from torchrl_sglang.objectives.divergences import Distillation, least_k
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_columns import TokenColumn
-from torchrl_sglang.support.checks import (
-    check_keywords,
-    check_mapping,
-    check_seconds,
-)
-from torchrl_sglang.trainers.placement import check_engine, connect_arguments
+from torchrl_sglang.support.checks import check_seconds
+from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.types import Completion
 
 SCORE_SECONDS = 1800.0
 """Timeout of a batch's scores."""
+
+OUTAGE_SECONDS = 600.0
+"""After this long without any score, a teacher's servers are given up."""
 
 SHOWN_TOKENS = 3
 """Tokens of another vocabulary in an error."""
 
 
 class Teacher:
-    """Scores the tokens of a batch with an engine, in one request for each row.
+    """Scores the tokens of a batch with an engine, or several.
 
     A request computes prompt and response as a prompt, whose beginning is in the
-    prefix cache where rows share it. Log-probs are the model's own, at temperature 1.
+    prefix cache where rows share it. A row whose tokens another row begins with, as an
+    earlier turn of its conversation, has no request of its own. Log-probs are the
+    model's own, at temperature 1.
 
     Args:
-        engine (RLSGLangEngine): serves the teacher; it has the student's token ids.
+        engine (RLSGLangEngine): serves the teacher; it has the student's token ids. Or
+            a mapping of the values of ``key`` to engines.
         distillation: divergence and estimator, which decide what is asked for.
 
     Keyword Args:
+        key (str, optional): column of the task that has the name of a row's teacher.
+        prompt (optional): function of a task, a mapping of a row's columns, that
+            returns the teacher's prompt: a text of the user, or messages. They replace
+            the first prompt of a row. By default the teacher has the student's.
+        chat_template (str, optional): template of these messages. By default the
+            tokenizer's.
+        chat_template_kwargs (optional): its variables.
+        sleeps (bool): whether the engines sleep but for a batch. Defaults to False.
         timeout (float): seconds for the scores of a batch. Defaults to 1800.
 
     Raises:
         ConfigurationError: if an argument is wrong.
+        UnsupportedByServerError: if servers are too old to send top tokens.
 
     Examples:
         >>> teacher = Teacher(engine, Distillation(k=8))
@@ -58,28 +84,46 @@ class Teacher:
 
     def __init__(
         self,
-        engine: RLSGLangEngine,
+        engine: RLSGLangEngine | Mapping[Any, RLSGLangEngine],
         distillation: Distillation,
         *,
+        key: str | None = None,
+        prompt: Callable[[Mapping[str, Any]], Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        sleeps: bool = False,
         timeout: float = SCORE_SECONDS,
     ) -> None:
-        if not isinstance(engine, RLSGLangEngine):
-            raise ConfigurationError(
-                f"engine must be an engine, such as AsyncSGLang, got {engine!r}."
-            )
+        self.engines = _check_engines(engine, key)
         if not isinstance(distillation, Distillation):
             raise ConfigurationError(
                 f"distillation must be a Distillation, got {distillation!r}."
             )
-        vocabulary = engine.capabilities.vocab_size
-        if distillation.num_top > vocabulary:
+        sizes = {served.capabilities.vocab_size for served in self.engines.values()}
+        counts = {distillation.num_top(size) for size in sizes}
+        if len(counts) > 1:
             raise ConfigurationError(
-                f"k={distillation.k} is more than the {vocabulary} tokens of "
-                f"{engine.model_path!r}; give at most as many."
+                f"The teachers have vocabularies of {sorted(sizes)} tokens, of which "
+                f"{distillation.estimator!r} needs one size; give a k to all of them."
             )
-        self.engine, self.distillation = engine, distillation
+        self.distillation, self.key, self.sleeps = distillation, key, sleeps
+        self._asked = self._most = counts.pop()
+        for served in self.engines.values() if self._asked else ():
+            if not served.capabilities.encodes_top_logprobs:
+                raise UnsupportedByServerError(
+                    f"The servers of {served.model_path!r} run SGLang "
+                    f"{served.capabilities.version}, which sends the top tokens of a "
+                    f"prompt as lists alone, ten times as slowly; update them, or give "
+                    f"estimator='sampled'."
+                )
+        self._prompt, self._template = prompt, None
+        if prompt is not None:
+            check_call("teacher_prompt", prompt, "task")
+            tokenizer = next(iter(self.engines.values())).get_tokenizer()
+            self._template = ChatTemplate(
+                tokenizer, chat_template, template_kwargs=chat_template_kwargs
+            )
         self._timeout = check_seconds("timeout", timeout)
-        self._columns = _columns(distillation.num_top)
 
     def check_tokens(self, tokenizer: Any) -> None:
         """Refuses a student with other token ids.
@@ -87,94 +131,292 @@ class Teacher:
         Raises:
             ConfigurationError: if a token of the student has another id here, or none.
         """
-        check_same_tokens(
-            tokenizer, self.engine.get_tokenizer(), name=self.engine.model_path
-        )
+        for engine in self.engines.values():
+            check_same_tokens(tokenizer, engine.get_tokenizer(), name=engine.model_path)
+
+    def wake_up(self) -> None:
+        """Wakes up engines that sleep between batches."""
+        for engine in self.engines.values() if self.sleeps else ():
+            engine.wake_up()
+
+    def sleep(self) -> None:
+        """Has engines release their memory, if they are to."""
+        for engine in self.engines.values() if self.sleeps else ():
+            engine.sleep()
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns a batch with the teacher's columns, as a stack of its rows.
 
-        ``("teacher", "log_probs")`` ``(T,)``, and for ``"top_k"`` ``("teacher",
-        "top_ids")`` and ``("teacher", "top_log_probs")`` ``(T, k)``, where T is the
-        length of ``("tokens", "full")``; 0 before the first token of the policy.
+        ``("teacher", "log_probs")`` ``(T,)``, and where several tokens are compared
+        ``("teacher", "top_ids")`` and ``("teacher", "top_log_probs")`` ``(T, k)``,
+        where T is the length of ``("tokens", "full")``; NaN and 0 before the first
+        token of the policy.
 
         Raises:
-            ConfigurationError: if a row has no tokens, or too many for the teacher.
-            ServerError: if servers fail, or do not answer in time.
+            ConfigurationError: if a row has no tokens, or too many for the teacher, or
+                names no teacher.
+            ServerError: if servers fail for 600 seconds, or do not answer in time.
+            UserFunctionError: if ``prompt`` raises an error.
         """
-        rows = list(batch.unbind(0))
-        answers = self.engine.generate_requests(
-            [self._request(row) for row in rows], timeout=self._timeout
-        )
-        for row, answer in zip(rows, answers, strict=True):
-            columns = {
-                name.removeprefix("teacher_"): _padded(values.values, len(row[TOKENS]))
-                for name, values in answer.prompt_columns.items()
-            }
-            row.set(TEACHER, row.empty().update(columns))
+        rows = [row.copy() for row in batch.unbind(0)]
+        columns = self._score([self._read(row) for row in rows])
+        if self.distillation.mass is not None:
+            self._cut(columns, self.distillation.mass)
+        for row, values in zip(rows, columns, strict=True):
+            row.set(TEACHER, row.empty().update(values))
         return LazyStackedTensorDict(*rows)
 
-    def _request(self, row: TensorDictBase) -> GenerateRequest:
-        # The first position gets no log-prob: scoring begins a token before.
-        return GenerateRequest(
-            input_ids=row[TOKENS].tolist(),
-            sampling_params={"max_new_tokens": 0},
-            token_columns=self._columns,
-            columns_from=max(_first_written(row) - 1, 0),
+    def _read(self, row: TensorDictBase) -> _Sequence:
+        """Returns the tokens of a row as its teacher reads them."""
+        name = None if self.key is None else _value_of(row, self.key)
+        if name not in self.engines:
+            raise unknown_teacher(self.key, name, self.engines)
+        tokens: list[int] = row[TOKENS].tolist()
+        token_ids, begin = tokens, _first_written(row)
+        if self._prompt is not None:
+            prompt, length = self._encode_prompt(row), len(row[PROMPT])
+            token_ids = [*prompt, *tokens[length:]]
+            begin += len(prompt) - length
+        return _Sequence(
+            teacher=name, token_ids=token_ids, begin=begin, num_tokens=len(tokens)
         )
+
+    def _encode_prompt(self, row: TensorDictBase) -> list[int]:
+        """Returns the tokens of the teacher's own prompt."""
+        assert self._prompt is not None
+        assert self._template is not None
+        if int(row.get("step_count", torch.zeros(1))):
+            raise ConfigurationError(
+                "A prompt of the teacher's own replaces the first prompt, and a row of "
+                "a later turn does not say where that ends; give max_turns=1, or an "
+                "agent, each of whose rows is a whole conversation."
+            )
+        with naming("teacher_prompt"):
+            prompt = self._prompt({name: _value_of(row, name) for name in row.keys()})
+        messages = read_messages(prompt, "teacher_prompt")
+        check_last_message(messages, "teacher_prompt")
+        return self._template.encode(self._template.render(messages))
+
+    def _score(self, sequences: Sequence[_Sequence]) -> list[dict[str, Tensor]]:
+        """Returns the columns of each sequence."""
+        places = {name: place for place, name in enumerate(self.engines)}
+        covers = covering([[places[s.teacher], *s.token_ids] for s in sequences])
+        starts: dict[int, int] = {}
+        for sequence, longest in zip(sequences, covers, strict=True):
+            # The first position gets no log-prob: scoring begins a token before.
+            start = max(sequence.begin - 1, 0)
+            starts[longest] = min(start, starts.get(longest, start))
+        columns = _columns(self._asked)
+        requests = {
+            longest: GenerateRequest(
+                input_ids=sequences[longest].token_ids,
+                sampling_params={"max_new_tokens": 0},
+                token_columns=columns,
+                columns_from=start,
+            )
+            for longest, start in starts.items()
+        }
+        answers = self._ask(requests, {n: sequences[n].teacher for n in requests})
+        return [
+            sequence.columns(answers[longest], starts[longest])
+            for sequence, longest in zip(sequences, covers, strict=True)
+        ]
+
+    def _ask(
+        self, requests: Mapping[int, GenerateRequest], teachers: Mapping[int, Any]
+    ) -> dict[int, Completion]:
+        """Returns the answers to requests; all teachers compute at the same time."""
+
+        def ask(name: Any) -> dict[int, Completion]:
+            chosen = {n: r for n, r in requests.items() if teachers[n] == name}
+            return ask_patiently(self.engines[name], chosen, self._timeout)
+
+        names = set(teachers.values())
+        with ThreadPoolExecutor(len(names)) as pool:
+            return {n: a for of in pool.map(ask, names) for n, a in of.items()}
+
+    def _cut(self, columns: Sequence[dict[str, Tensor]], mass: float) -> None:
+        """Leaves out tokens that a batch does not need for a mass, in place."""
+        k = least_k(torch.cat([values["top_log_probs"] for values in columns]), mass)
+        for values in columns:
+            for name in ("top_ids", "top_log_probs"):
+                values[name] = values[name][:, :k].contiguous()
+        # Another batch may need more.
+        self._asked = min(2 * k, self._most)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Sequence:
+    """Tokens of a row as its teacher reads them."""
+
+    teacher: Any
+    """Name of the teacher."""
+    token_ids: list[int]
+    """Prompt, which may be the teacher's own, and the row's other tokens."""
+    begin: int
+    """Position of the first token to score."""
+    num_tokens: int
+    """Number of the row's tokens."""
+
+    def columns(self, answer: Completion, start: int) -> dict[str, Tensor]:
+        """Returns the columns of the row from an answer that begins at ``start``."""
+        end = len(self.token_ids)
+        return {
+            name.removeprefix("teacher_"): _padded(
+                values.values[self.begin - start : end - start],
+                self.num_tokens,
+                values.layout.unknown,
+            )
+            for name, values in answer.prompt_columns.items()
+        }
+
+
+def ask_patiently(
+    engine: RLSGLangEngine, requests: Mapping[int, GenerateRequest], timeout: float
+) -> dict[int, Completion]:
+    """Returns the answers to requests, from servers that may be started again.
+
+    Raises the first error of an engine that fails for longer than ``OUTAGE_SECONDS``.
+    """
+    answers: dict[int, Completion] = {}
+    deadline, failing_since = time.monotonic() + timeout, math.inf
+    while missing := requests.keys() - answers.keys():
+        outcomes: list[Any] = engine.generate_requests(
+            [requests[n] for n in missing],
+            timeout=max(deadline - time.monotonic(), 1.0),
+            return_exceptions=True,
+        )
+        now = time.monotonic()
+        pairs = list(zip(missing, outcomes, strict=True))
+        answers |= {n: a for n, a in pairs if isinstance(a, Completion)}
+        errors = [error for _, error in pairs if isinstance(error, SGLangError)]
+        failing_since = min(failing_since, now) if len(errors) == len(pairs) else now
+        for error in errors:
+            lasting = now > min(failing_since + OUTAGE_SECONDS, deadline)
+            if lasting or not is_engines(error):
+                raise error
+        if errors:
+            torchrl_logger.warning(f"A teacher failed and is asked again: {errors[0]}")
+            time.sleep(BACKOFF_SECONDS)
+    return answers
+
+
+def covering(sequences: Sequence[list[int]]) -> list[int]:
+    """Returns, for each sequence, the place of a longest one that begins with it.
+
+    Examples:
+        >>> covering([[1], [2, 5], [1, 3, 4], [1, 3], [2, 5]])
+        [2, 1, 2, 2, 1]
+    """
+    # In this order, a sequence comes right after one that begins with it, if any does.
+    order = sorted(range(len(sequences)), key=lambda n: sequences[n], reverse=True)
+    covers = list(range(len(sequences)))
+    for longer, place in pairwise(order):
+        if sequences[longer][: len(sequences[place])] == sequences[place]:
+            covers[place] = covers[longer]
+    return covers
+
+
+def unknown_teacher(
+    key: str | None, name: Any, teachers: Mapping[Any, Any]
+) -> ConfigurationError:
+    """Returns the error for a task whose teacher does not exist."""
+    return ConfigurationError(
+        f"A task has {key}={name!r}, and there are teachers for "
+        f"{', '.join(map(repr, teachers))}."
+    )
+
+
+def _check_engines(engine: Any, key: str | None) -> dict[Any, RLSGLangEngine]:
+    engines = engine if isinstance(engine, Mapping) else {None: engine}
+    if isinstance(engine, Mapping) is (key is None):
+        raise ConfigurationError(
+            f"Several teachers are a mapping of the values of a task's column, and key "
+            f"is its name; got key={key!r} and engine={engine!r:.200}."
+        )
+    wrong = [
+        other for other in engines.values() if not isinstance(other, RLSGLangEngine)
+    ]
+    if wrong or not engines:
+        raise ConfigurationError(
+            f"engine must be an engine, such as AsyncSGLang, got "
+            f"{wrong[0] if wrong else engine!r}."
+        )
+    return dict(engines)
+
+
+def _value_of(row: TensorDictBase, name: Any) -> Any:
+    """Returns a column of a row as Python has it; None if there is none."""
+    value = row[name] if name in row.keys() else None
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _first_written(row: TensorDictBase) -> int:
-    """Returns the position of a row's first token of the policy."""
+    """Returns the position of a row's first token of the policy, or its end."""
     mask = row.get(ASSISTANT_MASK, None)
-    if mask is None or not mask.any():
+    if mask is None:
         return 0
-    return int(mask.int().argmax())
+    return int(mask.int().argmax()) if mask.any() else len(mask)
 
 
-def _padded(values: np.ndarray[Any, Any], length: int) -> torch.Tensor:
+def _padded(values: np.ndarray[Any, Any], length: int, unknown: float) -> Tensor:
     """Returns values of a row's last tokens as values of all of them."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    padding = tensor.new_zeros(length - len(tensor), *tensor.shape[1:])
+    padding = tensor.new_full((length - len(tensor), *tensor.shape[1:]), unknown)
     return torch.cat([padding, tensor])
 
 
 def _columns(k: int) -> tuple[TokenColumn, ...]:
-    """Returns the quantities that are asked of the teacher's servers."""
+    """Returns the quantities that are asked of the teacher's servers.
+
+    Arrays of the top tokens take a tenth of the time of lists, with ``k`` of 64.
+    """
 
     def ask(start: int) -> dict[str, Any]:
         fields: dict[str, Any] = {"return_logprob": True, "logprob_start_len": start}
-        return {**fields, "top_logprobs_num": k} if k else fields
+        flat = "return_flat_raw_top_logprobs"
+        tops = {"top_logprobs_num": k, flat: True, f"{flat}_b64": True}
+        return fields | tops if k else fields
 
-    def tops(place: int, none: float) -> Any:
-        def read(rows: Sequence[Any], num_tokens: int) -> list[list[Any]]:
-            # The first position of a prompt has no entries.
-            return [
-                [none] * k if row is None else [entry[place] for entry in row]
-                for row in rows
-            ]
-
-        return read
+    def top(name: str, part: str, dtype: str, unknown: float) -> TokenColumn:
+        return replace(
+            sampled,
+            name=name,
+            dtype=dtype,
+            unknown=unknown,
+            shape=(k,),
+            field=f"input_top_logprobs_{part}_flat_b64",
+            field_type=str,
+            read=partial(_decode, k, dtype, unknown),
+        )
 
     sampled = TokenColumn(
         name="teacher_log_probs",
         dtype="float32",
-        unknown=0.0,
+        unknown=nan,
         padding=0.0,
         request=ask,
         field="input_token_logprobs",
-        read=lambda rows, num_tokens: [row[0] or 0.0 for row in rows],
+        # Null is NaN, and the value of the first token.
+        read=lambda rows, num_tokens: [
+            nan if row[0] is None else row[0] for row in rows
+        ],
         of_prompt=True,
         dropped_by_router=True,
     )
     if not k:
         return (sampled,)
-    top = replace(sampled, field="input_top_logprobs", shape=(k,))
-    return (
-        sampled,
-        replace(top, name="teacher_top_ids", dtype="int64", unknown=0, read=tops(1, 0)),
-        replace(top, name="teacher_top_log_probs", read=tops(0, 0.0)),
-    )
+    ids = top("teacher_top_ids", "idx", "int32", 0)
+    return (sampled, ids, top("teacher_top_log_probs", "val", "float32", nan))
+
+
+def _decode(
+    k: int, dtype: str, unknown: float, encoded: str, num_tokens: int
+) -> np.ndarray[Any, Any]:
+    """Returns ids or log-probs of an array, which lacks the first position."""
+    values = np.frombuffer(base64.b64decode(encoded), np.dtype(dtype).newbyteorder("<"))
+    missing = np.full(num_tokens * k - len(values), unknown, dtype)
+    return np.concatenate([missing, values])
 
 
 def check_same_tokens(student: Any, teacher: Any, *, name: str) -> None:
@@ -191,50 +433,3 @@ def check_same_tokens(student: Any, teacher: Any, *, name: str) -> None:
             f"of {len(ids)} tokens differ ({shown}). Log-probs of one are no log-probs "
             f"of the other; give a teacher with the same tokenizer."
         )
-
-
-def no_reward(conversation: Any, task: Any) -> float:
-    """Returns the reward of a run that learns from its teacher alone."""
-    return 0.0
-
-
-def check_distillation(name: str, value: Any) -> Distillation:
-    """Returns a distillation, from itself or its arguments."""
-    if isinstance(value, Distillation):
-        return value
-    arguments = check_mapping(name, value)
-    check_keywords(name, arguments, Distillation)
-    return Distillation(**arguments)
-
-
-def check_teacher(name: str, teacher: Any) -> Any:
-    """Returns a teacher as it is given to a run."""
-    if isinstance(teacher, Mapping):
-        options = dict(teacher)
-        model = options.pop("model", None)
-        addresses = connect_arguments(options) is not None
-        if (model is None) is not addresses:
-            raise ConfigurationError(
-                f"{name} must have either 'model' and arguments of its servers, or an "
-                f"address of servers, got the keys {', '.join(map(str, teacher))}."
-            )
-        check_engine(name, options)
-        return teacher
-    return check_engine(name, teacher)
-
-
-@contextmanager
-def open_engine(teacher: Any) -> Iterator[RLSGLangEngine]:
-    """Yields the engine of a teacher; servers that this starts end with the block."""
-    if isinstance(teacher, RLSGLangEngine):
-        yield teacher
-        return
-    is_address = not isinstance(teacher, str) or "://" in teacher
-    running = connect_arguments(teacher) if is_address else None
-    if running is not None:
-        engine = AsyncSGLang.connect(**running)
-    else:
-        options = {"model": teacher} if isinstance(teacher, str) else dict(teacher)
-        engine = AsyncSGLang.from_pretrained(options.pop("model"), **options)
-    with engine:
-        yield engine

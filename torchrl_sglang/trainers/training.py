@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torchrl_sglang.trainers.optimizers import (
     optimizer_of,
 )
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.trainers.teacher import Teacher, open_engine
+from torchrl_sglang.trainers.teacher import Teacher
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of trained weights."""
@@ -50,18 +49,15 @@ def check_dtype(name: str, dtype: Any) -> torch.dtype:
 class Training:
     """Checks and makes a run's model, loss and learner."""
 
-    def __init__(self, arguments: RunArguments) -> None:
-        self.arguments = arguments
+    def __init__(
+        self, arguments: RunArguments, distillation: Distillation | None = None
+    ) -> None:
+        self.arguments, self.distillation = arguments, distillation
         self.method = find_method(arguments.method)
         correction = arguments.correction
         self.correction = None if correction is None else as_config(correction)
         self.recomputes = self.correction is not None and self.correction.recomputes
         """Whether the old policy is recomputed, which needs a pass before the loss."""
-        self.distillation = arguments.distillation
-        if arguments.teacher is not None:
-            self.distillation = arguments.distillation or Distillation()
-        elif arguments.distillation is not None:
-            raise ConfigurationError("distillation is for a teacher; give a teacher.")
         self.masking: MaskingStrategy = "sft" if arguments.agent is None else "rlhf"
         self.dtype = check_dtype("dtype", arguments.dtype)
         default = 1e-6 if arguments.lora is None else 1e-5
@@ -163,21 +159,6 @@ class Training:
             autocast=ranks.device().type == "cuda" and ranks.size == 1,
             ranks=ranks,
         )
-
-    def make_teacher(self, stack: ExitStack, ranks: TrainerRanks) -> Teacher | None:
-        """Returns the teacher on each rank; the first rank's stack ends its servers."""
-        teacher = self.arguments.teacher
-        engine: Any = None
-        if teacher is None:
-            return None
-        assert isinstance(self.distillation, Distillation)
-
-        def start() -> None:
-            nonlocal engine
-            engine = stack.enter_context(open_engine(teacher))
-
-        ranks.first(start)
-        return Teacher(ranks.share(engine), self.distillation)
 
     def make_reference(self, model: Any, ranks: TrainerRanks) -> Any:
         """Returns the reference of the loss's divergence, before the model is trained.

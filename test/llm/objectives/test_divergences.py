@@ -9,13 +9,21 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_sglang import Distillation
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.distillation import (
     LARGEST_WEIGHT,
+    TEACHER_IDS,
     TEACHER_LOG_PROBS,
+    TEACHER_TOPS,
+    compared_ids,
     distillation_terms,
 )
-from torchrl_sglang.objectives.divergences import missed_mass, token_divergence
+from torchrl_sglang.objectives.divergences import (
+    least_k,
+    missed_mass,
+    token_divergence,
+)
+from torchrl_sglang.objectives.packing import PackedTokens
 from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
 
@@ -129,16 +137,28 @@ def test_a_gradient_beside_that_of_the_sampled_token_is_exact():
     assert torch.allclose(gradient, wanted, atol=1e-12)
 
 
+def terms_of(settings, columns, id_log_probs, vocabulary):
+    """Returns the terms of a batch of one row, all of whose tokens count."""
+    batch = TensorDict({}, batch_size=(1,))
+    for key, value in columns.items():
+        batch[key] = value.detach()[None]
+    mask = torch.ones(1, len(id_log_probs), dtype=torch.bool)
+    zeros = torch.zeros(1, len(id_log_probs))
+    policy = PackedTokens(
+        mask=mask, log_prob=zeros, entropy=zeros, id_log_probs=id_log_probs[None]
+    )
+    return distillation_terms(
+        settings, batch, policy, mask, rollout_key="rollout", vocabulary=vocabulary
+    )
+
+
 def sampled_terms(estimator, student, teacher, rollout):
     """Returns the terms of a batch in which each token was sampled once."""
-    batch = TensorDict({TEACHER_LOG_PROBS: teacher.detach()[None]}, batch_size=(1,))
-    return distillation_terms(
+    return terms_of(
         Distillation(estimator=estimator),
-        batch,
-        student[None, :, None],
-        rollout.detach()[None],
-        torch.ones(1, len(student), dtype=torch.bool),
-        vocabulary=len(student),
+        {TEACHER_LOG_PROBS: teacher, "rollout": rollout},
+        student[:, None],
+        len(student),
     )
 
 
@@ -157,21 +177,89 @@ def test_estimates_from_samples_have_the_gradient_of_the_reverse_divergence(
     probs = rollout.exp().detach()
     ratio = (student.detach() - rollout.detach()).exp()
     assert (ratio < LARGEST_WEIGHT).all()
-    loss = (probs * terms.loss).sum()
-    # The advantage's gradient is the policy loss's.
-    loss = loss - (probs * ratio * terms.reward * student).sum()
+    if estimator == "sampled":
+        loss = (probs * terms.loss).sum()
+    else:
+        # The advantage's gradient is the policy loss's.
+        loss = -(probs * ratio * terms.advantage[..., 0] * student).sum()
     (gradient,) = torch.autograd.grad(loss, logits)
     assert torch.allclose(gradient, wanted, atol=1e-12)
     assert torch.allclose((probs * terms.divergence).sum(), expected, atol=1e-12)
+    variance = terms.metrics(torch.ones(1, VOCABULARY).bool())["distillation_variance"]
+    found = terms.divergence.var(correction=0)
+    assert torch.allclose(variance, found, atol=1e-9)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("estimator", ["top_k", "sampled", "reward"])
+def test_log_probs_that_are_not_finite_are_refused(estimator, value):
+    log_probs = torch.full((3,), -1.0)
+    columns = {
+        TEACHER_LOG_PROBS: log_probs.clone(),
+        TEACHER_IDS: torch.zeros(3, 1, dtype=torch.int64),
+        TEACHER_TOPS: log_probs.clone()[:, None],
+        "rollout": log_probs,
+    }
+    columns[TEACHER_LOG_PROBS][1] = columns[TEACHER_TOPS][1] = value
+    with pytest.raises(NotFiniteError, match="in row 0"):
+        terms_of(Distillation(estimator=estimator), columns, log_probs[:, None], 9)
+
+
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jensen_shannon"])
+def test_tokens_that_the_student_lacks_are_others(kind):
+    """As in a teacher whose output layer was padded with further rows."""
+    settings, logits = Distillation(divergence=kind, k=6), logits_of(3).requires_grad_()
+    teacher = logits_of(1, 2.0).log_softmax(-1)
+    ids = teacher.topk(5, -1).indices
+    lacked = torch.full((TOKENS, 1), VOCABULARY + 2)
+    columns = {
+        TEACHER_IDS: torch.cat([ids[:, :2], lacked, ids[:, 2:]], -1),
+        TEACHER_TOPS: teacher.gather(-1, ids)[:, [0, 1, 1, 2, 3, 4]] - 0.1,
+    }
+    batch = TensorDict({TEACHER_IDS: columns[TEACHER_IDS][None]}, batch_size=(1,))
+    tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
+    compared = compared_ids(settings, batch, tokens, VOCABULARY)[0]
+    assert compared.max() < VOCABULARY
+    student = logits.log_softmax(-1)
+    terms = terms_of(settings, columns, student.gather(-1, compared), VOCABULARY)
+    expected = token_divergence(
+        settings, student.gather(-1, ids), teacher.gather(-1, ids) - 0.1, vocabulary=40
+    )
+    assert torch.allclose(terms.divergence[0], expected, atol=1e-12)
+    (gradient,) = torch.autograd.grad(terms.loss.sum(), logits, retain_graph=True)
+    (wanted,) = torch.autograd.grad(expected.sum(), logits)
+    assert torch.allclose(gradient, wanted, atol=1e-12)
+
+
+def test_a_mass_decides_k():
+    log_probs = torch.tensor([[0.5, 0.3, 0.1], [0.7, 0.2, 0.1], [math.nan] * 3]).log()
+    assert [least_k(log_probs, mass) for mass in (0.59, 0.61, 0.84, 0.86, 0.999)] == [
+        *(1, 2, 2, 3, 3)
+    ]
+    settings = Distillation(k="mass:0.99")
+    assert (settings.mass, settings.num_top(99), settings.num_top(10**5)) == (
+        *(0.99, 99, 256),
+    )
+    assert Distillation(k=8).mass is None
+
+
+def test_a_whole_vocabulary_is_a_small_one():
+    settings = Distillation(estimator="vocabulary", divergence="forward")
+    assert settings.num_top(99) == 99
+    with pytest.raises(ConfigurationError, match="at most 8192 tokens"):
+        settings.num_top(150_000)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"divergence": "revers"}, "Did you mean 'reverse'"),
-        ({"estimator": "k2"}, "not one of top_k, sampled, reward"),
+        ({"estimator": "k2"}, "not one of top_k, vocabulary, sampled, reward"),
+        ({"estimator": "student_top_k"}, "one list of tokens for all positions"),
         ({"divergence": "forward", "estimator": "sampled"}, "'reverse' alone"),
         ({"k": 0}, "k"),
+        ({"k": "64"}, "neither a number of tokens nor a share"),
+        ({"k": "mass:1.5"}, "between 0 and 1"),
         ({"weight": -1.0}, "weight"),
         ({"teacher_share": 1.0}, "between 0 and 1"),
     ],

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from helpers.learner_batches import make_batch
 from tensordict import lazy_stack, set_list_to_stack
 
-from torchrl_sglang import CorrectedGRPOLoss, Learner
+from torchrl_sglang import CorrectedGRPOLoss, Distillation, Learner
 from torchrl_sglang.errors import ConfigurationError, SGLangError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.testing.tiny_model import make_tiny_model, make_tiny_tokenizer
@@ -32,6 +32,8 @@ KINDS = {
     "reference": {"reference": 2},
     "replayed": {"correct": "decoupled_token_is", "epochs": 2, "drawn": True},
     "tree": {"correct": "decoupled_token_is", "epochs": 2, "packing": "tree"},
+    "teacher": {"distillation": Distillation(k=4)},
+    "sampled": {"distillation": Distillation(estimator="sampled"), "packing": "tree"},
 }
 
 
@@ -56,6 +58,15 @@ def with_supports(row):
     )
 
 
+def with_teacher(row):
+    """Returns a row with the columns of a teacher."""
+    tokens = row["tokens", "full"]
+    ids = (tokens.unsqueeze(-1) + torch.arange(4)) % 50
+    tops = (ids + tokens.unsqueeze(-1)).double().cos().log_softmax(-1) - 0.1
+    columns = {"log_probs": tops[:, 0], "top_ids": ids, "top_log_probs": tops}
+    return row.copy().update({"teacher": columns})
+
+
 def update(
     rows,
     ranks: TrainerRanks,
@@ -65,9 +76,11 @@ def update(
     epochs=1,
     drawn=False,
     packing=True,
+    distillation=None,
 ):
     """Returns the weights after a batch."""
     rows = [with_supports(row) for row in rows] if drawn else rows
+    rows = [with_teacher(row) for row in rows] if distillation else rows
     model = make_model(ranks)
     loss = CorrectedGRPOLoss(
         scorer(model, TOKENIZER),
@@ -75,6 +88,7 @@ def update(
         entropy_bonus=False,
         kl_to_ref_coeff=None if reference is None else 1e-6,
         packing=packing if ranks.size > 1 else True,
+        distillation=distillation,
     )
     if reference is not None:
         reference = make_model(ranks, seed=reference).requires_grad_(False)
@@ -116,7 +130,7 @@ if __name__ == "__main__":
     try:
         update(rows[:4] if rank == 0 else rows[4:], ranks)
     except ConfigurationError as error:
-        refused = ranks.gather("no response with a log-prob" in str(error))
+        refused = ranks.gather("no response to train on" in str(error))
     # Where a rank cannot read what its tokens were drawn from, likewise.
     rows = [with_supports(row) for row in make_batch(rewards, lengths).unbind(0)]
     rows[6]["sampling_support", "full_counts"][-1] += 1

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
 
+import openai
 import pytest
 import torch
+from helpers.csv_logs import logged
+from helpers.memory_saver import write_saver_python
+from helpers.tool_template import TOOL_TEMPLATE
+from helpers.torchrun import run_ranks
 from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl.modules.llm import Text, TransformersWrapper
 from transformers import AutoModelForCausalLM
@@ -15,16 +25,22 @@ from torchrl_sglang import (
     AsyncSGLang,
     CorrectedGRPOLoss,
     Distillation,
+    Learner,
     SGLangWrapper,
     Teacher,
 )
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    NotFiniteError,
+    UnsupportedByServerError,
+)
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 from torchrl_sglang.trainers.teacher import check_same_tokens
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+PROGRAM = Path(__file__).with_name("train_program.py")
 PROMPTS = ("Hi", "How are you?", "A longer prompt, and more.")
 
 
@@ -63,6 +79,32 @@ def batch(engine):
     return LazyStackedTensorDict(*rows)
 
 
+def few_tokens(conversation, task):
+    return -len(conversation.turns[-1].token_ids) / 10
+
+
+@pytest.fixture
+def make(restored_engine, tiny_model_path, tmp_path):
+    """Makes a run whose engine is the session's."""
+
+    def made(**arguments):
+        defaults = {
+            "prompts": [{"query": prompt} for prompt in PROMPTS],
+            "engine": restored_engine,
+            "lr": 1e-2,
+            "group_size": 4,
+            "groups_per_batch": 3,
+            "generate_kwargs": {"max_new_tokens": 8},
+            "output": tmp_path / "run",
+            "logger": None,
+            "recorder": False,
+            "show_samples": None,
+        }
+        return GRPO(**{"model": tiny_model_path, **defaults, **arguments})
+
+    return made
+
+
 def log_probs_of(model, tokens):
     """Returns Hugging Face's log-probs of the next token at each position."""
     return model(tokens[None]).logits[0, :-1].double().log_softmax(-1)
@@ -98,6 +140,7 @@ def test_a_teachers_columns_equal_hugging_faces(batch, teacher_engine, teacher_m
         columns = row["teacher"]
         sampled = expected.gather(-1, tokens[begin:, None])[:, 0]
         assert (columns["log_probs"][begin:] - sampled).abs().max() < 1e-4
+        assert columns["log_probs"][:begin].isnan().all()
         top = expected.topk(8, -1)
         assert (columns["top_ids"][begin:] == top.indices).all()
         assert (columns["top_log_probs"][begin:] - top.values).abs().max() < 1e-4
@@ -121,34 +164,329 @@ def test_the_loss_has_the_gradient_of_the_whole_divergence(
         assert torch.allclose(found.grad, wanted.grad, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("estimator", "steps", "share"),
-    [("top_k", 30, 0.75), ("sampled", 3, 2.0), ("reward", 3, 2.0)],
-)
-def test_a_run_without_rewards_approaches_its_teacher(
-    engine, tiny_model_path, teacher_engine, tmp_path, estimator, steps, share
-):
-    """Within a few steps only where the divergence is not estimated from a sample."""
-    run = GRPO(
-        tiny_model_path,
-        prompts=[{"query": prompt} for prompt in PROMPTS] * steps,
+def test_a_run_approaches_its_teacher(make, teacher_engine):
+    """Also beside rewards that say nothing of it."""
+    run = make(
+        steps=16,
+        lr=2e-2,
         teacher=teacher_engine,
-        distillation={"k": 16, "estimator": estimator},
-        engine=engine,
-        lr=1e-2,
-        group_size=4,
-        groups_per_batch=3,
-        generate_kwargs={"max_new_tokens": 8},
-        output=tmp_path / "run",
-        logger=None,
-        recorder=False,
-        show_samples=None,
+        distillation={"k": 16, "weight": 10.0},
+        rewards=lambda conversation, task: len(conversation.turns[-1].token_ids),
     )
     run.train()
     values = [step["train/distillation"] for step in run.history if step["step"]]
-    assert len(values) == steps
-    ends = min(5, steps // 3)
-    assert 0 < sum(values[-ends:]) < share * sum(values[:ends])
+    assert 0 < sum(values[-3:]) < 0.85 * sum(values[:3]), values
+    assert run.metrics["time/score"] > 0
+
+
+@torch.no_grad()
+def sample(model, count, length=6):
+    """Returns responses of a model, as a collector writes them."""
+    tokens = torch.tensor([[5, 6, 7]] * count)
+    log_probs = torch.full(tokens.shape, torch.nan)
+    for _ in range(length):
+        logits = model(tokens).logits[:, -1].log_softmax(-1)
+        chosen = logits.exp().multinomial(1)
+        tokens = torch.cat([tokens, chosen], -1)
+        log_probs = torch.cat([log_probs, logits.gather(-1, chosen)], -1)
+    written = torch.arange(tokens.shape[1]) >= 3
+    masks = {"all_attention_mask": torch.ones_like(written)}
+    masks["all_assistant_mask"] = written
+    return LazyStackedTensorDict(
+        *(
+            TensorDict(
+                tokens={"full": row, "prompt": row[:3], "response": row[3:]},
+                masks=masks,
+                log_probs={"full": values},
+                advantage=torch.zeros(1, 1),
+            )
+            for row, values in zip(tokens, log_probs, strict=True)
+        )
+    )
+
+
+@pytest.mark.parametrize("estimator", ["sampled", "reward"])
+def test_estimates_from_samples_approach_their_teacher(
+    hf_model, tokenizer, teacher_engine, teacher_model, estimator
+):
+    """By the whole divergence of the same tokens before and after."""
+    torch.manual_seed(0)
+    settings = Distillation(estimator=estimator)
+    loss = make_loss(hf_model, tokenizer, settings)
+    learner = Learner(
+        loss,
+        torch.optim.Adam(hf_model.parameters(), lr=1e-2),
+        teacher=Teacher(teacher_engine, settings),
+    )
+    held_out = sample(hf_model, 32)
+    before = whole_divergences(hf_model, teacher_model, held_out).mean().item()
+    for _ in range(6):
+        metrics = learner.train(sample(hf_model, 32), 0)
+        assert metrics["train/distillation_variance"] > 0
+    after = whole_divergences(hf_model, teacher_model, held_out).mean().item()
+    assert after < 0.9 * before
+
+
+def search(query: str) -> str:
+    """Looks something up.
+
+    Args:
+        query: what.
+    """
+    return "7"
+
+
+def go_on(conversation, task):
+    """Says something after the first response."""
+    return "Go on." if len(conversation.turns) == 1 else None
+
+
+async def greet(task, *, base_url, api_key):
+    """An agent of two turns."""
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        messages = [{"role": "user", "content": task["query"]}]
+        for _ in range(2):
+            answer = await client.chat.completions.create(
+                model="policy", messages=messages, max_tokens=6
+            )
+            said = answer.choices[0].message.content
+            messages += [
+                {"role": "assistant", "content": said},
+                {"role": "user", "content": "Go on."},
+            ]
+    return 1.0
+
+
+@torch.no_grad()
+def mean_divergence(student, teacher, batch):
+    """Returns the mean reverse divergence of the tokens that the policy wrote."""
+    values = []
+    for row in batch.unbind(0):
+        tokens, written = row["tokens", "full"], row["masks", "all_assistant_mask"]
+        p, q = (log_probs_of(model, tokens) for model in (student, teacher))
+        values.append((p.exp() * (p - q)).sum(-1)[written[1:]])
+    return torch.cat(values).mean().item()
+
+
+def check_steps(run, teacher_model, steps=2):
+    """Compares the divergence of each step with Hugging Face's."""
+    with run:
+        run.begin()
+        for batch in run.batches():
+            run.step += 1
+            expected = mean_divergence(run.model, teacher_model, batch)
+            with run.memory_for_training():
+                metrics = run.learner.train(batch, run.collector.policy_version)
+            assert metrics["train/distillation"] == pytest.approx(expected, rel=1e-3)
+            assert metrics["train/distillation_missed"] < 1e-4
+            run.update_weights()
+        assert run.step == steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_staleness": 1, "correction": "decoupled_token_is"},
+        {"agent": greet},
+        {
+            "tools": [search],
+            "chat_template": TOOL_TEMPLATE,
+            "max_turns": 3,
+            "step": go_on,
+        },
+    ],
+    ids=["asynchronous", "agent", "tools"],
+)
+def test_each_kind_of_run_has_the_divergence_of_its_tokens(
+    make, teacher_engine, teacher_model, options
+):
+    run = make(
+        steps=2,
+        teacher=teacher_engine,
+        distillation={"estimator": "vocabulary"},
+        **options,
+    )
+    check_steps(run, teacher_model)
+
+
+def test_an_adapter_learns_from_a_teacher(
+    make, lora_engine, teacher_engine, teacher_model
+):
+    run = make(
+        steps=2,
+        engine=lora_engine,
+        lora={"r": 4},
+        teacher=teacher_engine,
+        distillation={"estimator": "vocabulary"},
+    )
+    check_steps(run, teacher_model)
+
+
+@pytest.mark.slow
+def test_a_teacher_sleeps_while_the_student_generates_and_trains(
+    make, teacher_path, teacher_model, tmp_path
+):
+    """The memory saver is a stand-in."""
+    python = write_saver_python(tmp_path)
+    run = make(
+        steps=2,
+        engine={"python": python},
+        colocated=True,
+        teacher={"model": teacher_path, "python": python},
+        distillation={"estimator": "vocabulary"},
+    )
+    check_steps(run, teacher_model)
+
+
+@pytest.mark.slow
+def test_ranks_score_their_shares(engine, teacher_engine, tiny_model_path, tmp_path):
+    options = {"teacher": teacher_engine.server_url, "distillation": {"k": 16}}
+    arguments = (tiny_model_path, engine.server_url, tmp_path / "run", 2)
+    run_ranks(PROGRAM, *arguments, json.dumps(options))
+    values = logged(tmp_path / "run", "train/distillation")
+    assert len(values) == 2
+    assert min(values) > 0
+
+
+@pytest.mark.parametrize("teacher", ["student", "initial"])
+def test_a_model_teaches_itself(make, hf_model, engine, teacher):
+    """With a prompt that says more; an old version remains what it was."""
+    run = make(
+        steps=2,
+        teacher=teacher,
+        teacher_prompt=lambda task: f"{task['query']} Say 7.",
+        distillation={"estimator": "vocabulary"},
+    )
+    with run:
+        run.begin()
+        for batch in run.batches():
+            run.step += 1
+            model = run.model if teacher == "student" else hf_model
+            for row in batch.unbind(0):
+                begin = len(row["tokens", "prompt"])
+                said = [{"role": "user", "content": f"{row['query']} Say 7."}]
+                text = run.policy.template.render(said)
+                whole = [
+                    *run.policy.template.encode(text),
+                    *row["tokens", "full"][begin:].tolist(),
+                ]
+                length = len(whole) - len(row["tokens", "full"]) + begin
+                expected = expected_columns(model, whole, length)
+                found = row["teacher", "log_probs"][begin:]
+                assert (found - expected).abs().max() < 1e-3
+            run.learner.train(batch, run.collector.policy_version)
+            run.update_weights()
+        assert run.step == 2
+
+
+def expected_columns(model, whole, begin):
+    """Returns Hugging Face's log-probs of a response."""
+    with torch.no_grad():
+        values = log_probs_of(model, torch.tensor(whole))[begin - 1 :]
+    return values.gather(-1, torch.tensor(whole)[begin:, None])[:, 0]
+
+
+def test_tasks_choose_teachers_and_prompts(
+    batch, engine, hf_model, teacher_engine, teacher_model, tokenizer
+):
+    """Response tokens stay where they are, whatever is before them."""
+    names = ["old", "new", "old"]
+    for row, name in zip(batch.unbind(0), names, strict=True):
+        row.set("name", name)
+        row["hint"] = torch.tensor(7)
+
+    def prompt(task):
+        return f"The answer is {task['hint'] + 1}. {task['name']}?"
+
+    teacher = Teacher(
+        {"old": engine, "new": teacher_engine},
+        Distillation(k="mass:0.9"),
+        key="name",
+        prompt=prompt,
+    )
+    scored = teacher(batch)
+    ks = {row["teacher", "top_ids"].shape[-1] for row in scored.unbind(0)}
+    assert len(ks) == 1
+    assert 1 < ks.pop() < 99
+    models = {"old": hf_model, "new": teacher_model}
+    for row, name in zip(scored.unbind(0), names, strict=True):
+        said = [{"role": "user", "content": f"The answer is 8. {name}?"}]
+        text = tokenizer.apply_chat_template(
+            said, tokenize=False, add_generation_prompt=True
+        )
+        shown = tokenizer.encode(text, add_special_tokens=False)
+        begin = len(row["tokens", "prompt"])
+        response = row["tokens", "full"][begin:].tolist()
+        expected = expected_columns(models[name], shown + response, len(shown))
+        found = row["teacher", "log_probs"]
+        assert len(found) == len(row["tokens", "full"])
+        assert found[:begin].isnan().all()
+        assert (found[begin:] - expected).abs().max() < 1e-4
+    batch[0].set("name", "other")
+    with pytest.raises(ConfigurationError, match="name='other', and there are teach"):
+        teacher(batch)
+    for row in batch.unbind(0):
+        row.set("name", "old")
+        row["step_count"] = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(ConfigurationError, match="a row of a later turn"):
+        teacher(batch)
+
+
+def test_turns_of_a_conversation_are_one_request(engine, fake_engine, fake):
+    """So are equal responses."""
+    long, short = [5, 6, 7, 8, 9, 10], [5, 6, 7, 8]
+    rows = []
+    for tokens, begin in ((short, 2), (long, 5), (short, 2), ([5, 6, 9], 2)):
+        full = torch.tensor(tokens)
+        mask = torch.arange(len(full)) >= begin
+        masks = TensorDict(all_assistant_mask=mask)
+        content = TensorDict(full=full, prompt=full[:begin])
+        rows.append(TensorDict(tokens=content, masks=masks))
+    batch = LazyStackedTensorDict(*rows)
+    Teacher(fake_engine, Distillation(estimator="sampled"))(batch)
+    sent = sorted(
+        pair
+        for content in fake.payloads()
+        for pair in zip(content["input_ids"], content["logprob_start_len"], strict=True)
+    )
+    assert sent == [([5, 6, 7, 8, 9, 10], 1), ([5, 6, 9], 1)]
+    scored = Teacher(engine, Distillation(k=2))(batch)
+    alone = [Teacher(engine, Distillation(k=2))(row.unsqueeze(0))[0] for row in rows]
+    for row, other in zip(scored.unbind(0), alone, strict=True):
+        assert (row["teacher", "top_ids"] == other["teacher", "top_ids"]).all()
+        for name in ("log_probs", "top_log_probs"):
+            values, wanted = row["teacher", name], other["teacher", name]
+            assert torch.allclose(values, wanted, atol=1e-5, equal_nan=True)
+
+
+def test_a_teacher_that_is_not_a_number_costs_no_step(
+    fake, fake_engine, hf_model, tokenizer, batch
+):
+    """Its NaN is neither a probability nor a gradient."""
+    settings = Distillation(estimator="sampled")
+    loss = make_loss(hf_model, tokenizer, settings)
+    optimizer = torch.optim.SGD(hf_model.parameters(), lr=1.0)
+    before = copy.deepcopy(hf_model.state_dict())
+    teacher = Teacher(fake_engine, settings)
+    learner = Learner(loss, optimizer, teacher=teacher)
+    with fake.misbehaving("null_log_probs"):
+        with pytest.raises(NotFiniteError, match="'teacher', 'log_probs'"):
+            loss(teacher(batch))
+        with pytest.warns(RuntimeWarning, match="No optimizer step"):
+            metrics = learner.train(batch, 0)
+    assert metrics["train/skipped"] == 1
+    after = hf_model.state_dict()
+    assert all((after[name] == value).all() for name, value in before.items())
+
+
+def test_a_teacher_that_dies_is_waited_for(teacher_path, batch):
+    with AsyncSGLang.from_pretrained(teacher_path, device="cpu") as engine:
+        teacher = Teacher(engine, Distillation(k=4))
+        before = teacher(batch)
+        os.kill(engine.servers[0].pid, signal.SIGKILL)
+        after = teacher(batch)
+    for row, other in zip(before.unbind(0), after.unbind(0), strict=True):
+        assert (row["teacher", "top_ids"] == other["teacher", "top_ids"]).all()
 
 
 def test_a_teacher_with_other_token_ids_is_refused(tokenizer):
@@ -159,20 +497,46 @@ def test_a_teacher_with_other_token_ids_is_refused(tokenizer):
         check_same_tokens(other, tokenizer, name="teacher")
 
 
-def one(conversation, task):
-    return 1.0
+def test_other_token_ids_are_refused_before_servers_start(
+    make, teacher_path, tokenizer, tmp_path
+):
+    """A start would fail: there is no such interpreter."""
+    other = tmp_path / "other"
+    shutil.copytree(teacher_path, other)
+    changed = copy.deepcopy(tokenizer)
+    changed.add_tokens(["<|more|>"])
+    model = tmp_path / "student"
+    shutil.copytree(teacher_path, model)
+    changed.save_pretrained(model)
+    run = make(
+        model=str(model), engine=None, teacher={"model": str(other), "python": "/no"}
+    )
+    with pytest.raises(ConfigurationError, match=r"more\|>' is \d+ and missing"):
+        run.train()
+    run = make(teacher={"model": str(other), "python": "/no"}, distillation={"k": 300})
+    with pytest.raises(ConfigurationError, match="k=300 is more than the"):
+        run.train()
 
 
-def test_wrong_teachers_are_refused(engine, tiny_model_path, tmp_path):
+def test_wrong_teachers_are_refused(engine, fake_engine, tiny_model_path, tmp_path):
     with pytest.raises(ConfigurationError, match="more than the 99 tokens"):
         Teacher(engine, Distillation(k=100))
+    with pytest.raises(UnsupportedByServerError, match="give estimator='sampled'"):
+        Teacher(fake_engine, Distillation())
     with pytest.raises(ConfigurationError, match="must be an engine"):
         Teacher("http://127.0.0.1:1", Distillation())
     common = {"prompts": ["Hi"], "output": tmp_path / "run"}
     for options, message in (
-        ({"distillation": {"k": 8}, "rewards": one}, "give a teacher"),
+        ({"distillation": {"k": 8}, "rewards": few_tokens}, "give a teacher"),
+        ({"teacher_key": "name", "rewards": few_tokens}, "give a teacher"),
+        ({"teacher": {"a": "b"}, "teacher_key": "name"}, "name=None, and there are"),
+        ({"teacher": "a", "teacher_key": "name"}, "a mapping of its values"),
+        ({"teacher": "student"}, "give it a teacher_prompt"),
+        ({"teacher": "student", "teacher_prompt": lambda: 1}, "called with \\(task"),
+        ({"teacher": "a", "teacher_prompt": str, "step": print}, "max_turns=1"),
         ({"teacher": {"num_replicas": 2}}, "either 'model'"),
         ({"teacher": 3}, "teacher must be"),
+        ({"teacher": {"model": "a", "urls": ["http://b"]}}, "either 'model'"),
         ({"teacher": "a", "distillation": {"kk": 8}}, "Did you mean 'k'"),
     ):
         with pytest.raises(ConfigurationError, match=message):

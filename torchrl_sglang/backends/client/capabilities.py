@@ -175,6 +175,7 @@ async def find_out(
             lora_fields=fields_of(described, _LORA_TENSORS),
             tensor_fields=fields_of(described, _TENSOR_UPDATE),
             begin_fields=fields_of(described, _BEGIN_UPDATE),
+            generate_fields=fields_of(described, "/generate"),
             quantization=facts.quantization,
             experts=facts.experts,
         )
@@ -257,6 +258,7 @@ def interpret(
     lora_fields: Set[str] = frozenset(),
     tensor_fields: Set[str] = frozenset(),
     begin_fields: Set[str] = frozenset(),
+    generate_fields: Set[str] = frozenset(),
     quantization: Mapping[str, Any] | None = None,
     experts: ExpertShape | None = None,
 ) -> ServerCapabilities:
@@ -320,6 +322,7 @@ def interpret(
         selects_draft="selector" in begin_fields,
         spares_draft="disable_draft_model" in tensor_fields,
         feeds_draft="selector" in begin_fields or _feeds_draft(server_info),
+        encodes_top_logprobs="return_flat_raw_top_logprobs_b64" in generate_fields,
         has_traced_loader=TRACED_LOADER in _names(server_info, "custom_weight_loader"),
         quantized=find_quantization(quantization, args),
         # Stored prefixes have keys in versions with a readiness route.

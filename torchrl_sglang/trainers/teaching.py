@@ -1,0 +1,217 @@
+"""Teachers of a run: their arguments, and their servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from torchrl_sglang.backends.async_sglang import AsyncSGLang
+from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.collectors.groups.user_functions import check_call
+from torchrl_sglang.collectors.scheduling.prompts import to_task
+from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.divergences import Distillation
+from torchrl_sglang.trainers.arguments import RunArguments
+from torchrl_sglang.trainers.placement import (
+    check_engine,
+    connect_arguments,
+    server_arguments,
+)
+from torchrl_sglang.trainers.progress import tell
+from torchrl_sglang.trainers.ranks import TrainerRanks
+from torchrl_sglang.trainers.serving import load_tokenizer
+from torchrl_sglang.trainers.teacher import Teacher, check_same_tokens, unknown_teacher
+
+INITIAL, STUDENT = "initial", "student"
+"""Teachers that are the model before training, and the one that is trained."""
+
+
+class Teaching:
+    """Checks and starts a run's teachers."""
+
+    def __init__(self, arguments: RunArguments) -> None:
+        self.arguments = arguments
+        self.distillation: Distillation | None = None
+        self.teachers: dict[Any, Any] = {}
+        """Teachers by the values of ``teacher_key``: an engine, ``STUDENT``, arguments
+        of a connection, or ``"model"`` and arguments of servers to start."""
+        if arguments.teacher is None:
+            _refuse_without_teacher(arguments)
+            return
+        settings = arguments.distillation or Distillation()
+        assert isinstance(settings, Distillation)
+        self.distillation = settings
+        teachers, key = arguments.teacher, arguments.teacher_key
+        if key is None:
+            teachers = {None: teachers}
+        if not (isinstance(teachers, Mapping) and teachers):
+            raise ConfigurationError(
+                f"teacher_key={key!r} is a column of the tasks, and teacher a mapping "
+                f"of its values to teachers, got {teachers!r}."
+            )
+        self.teachers = {
+            name: self._read(teacher) for name, teacher in teachers.items()
+        }
+        self._check_prompt()
+        self._check_tasks()
+
+    def _read(self, teacher: Any) -> Any:
+        """Returns a teacher in the form of :attr:`teachers`."""
+        if teacher == STUDENT or isinstance(teacher, RLSGLangEngine):
+            return teacher
+        if isinstance(teacher, str) and "://" not in teacher:
+            teacher = {"model": teacher}
+        options = dict(teacher) if isinstance(teacher, Mapping) else teacher
+        model = options.pop("model", None) if isinstance(options, dict) else None
+        check_engine("teacher", options)
+        running = connect_arguments(options)
+        if (model is None) is (running is None):
+            raise ConfigurationError(
+                f"teacher must have either 'model' and arguments of its servers, or an "
+                f"address of servers, got {', '.join(map(str, teacher))}. Several "
+                f"teachers need a teacher_key."
+            )
+        if running is not None:
+            return running
+        if model == INITIAL:
+            model = self.arguments.model
+            if isinstance(model, nn.Module):
+                raise ConfigurationError(
+                    "teacher='initial' is the model before training, and model is a "
+                    "module, of which no server can be started; give an engine that "
+                    "serves it as teacher=...."
+                )
+        return {"model": str(model), **options}
+
+    def _check_prompt(self) -> None:
+        prompt, arguments = self.arguments.teacher_prompt, self.arguments
+        if prompt is None:
+            if STUDENT in self.teachers.values():
+                raise ConfigurationError(
+                    "teacher='student' has the student's own log-probs; give it a "
+                    "teacher_prompt that says more than the task, or another teacher."
+                )
+            return
+        check_call("teacher_prompt", prompt, "task")
+        has_turns = any((arguments.step, arguments.tools, arguments.env))
+        if has_turns and arguments.max_turns != 1:
+            raise ConfigurationError(
+                "teacher_prompt replaces the first prompt, and rows of later turns do "
+                "not say where that ends; give max_turns=1, or an agent, each of whose "
+                "rows is a whole conversation."
+            )
+
+    def _check_tasks(self) -> None:
+        """Checks that each task of a list names a teacher."""
+        key, prompts = self.arguments.teacher_key, self.arguments.prompts
+        if key is None or not isinstance(prompts, (list, tuple)):
+            return
+        for row in prompts:
+            name = to_task(row, self.arguments.query_key).get(key)
+            if name not in self.teachers:
+                raise unknown_teacher(key, name, self.teachers)
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether teachers have memory only while the student's servers sleep."""
+        return self.arguments.colocated and any(map(_starts, self.teachers.values()))
+
+    def start(self, stack: ExitStack, ranks: TrainerRanks) -> dict[Any, Any]:
+        """Returns engines by name, without the student's, on the first rank.
+
+        A stack ends their servers. All ranks call this.
+
+        Raises:
+            ConfigurationError: if a teacher has other token ids than the student.
+        """
+        engines: dict[Any, Any] = {}
+
+        def open_engines() -> None:
+            # Before anything is started, which takes minutes.
+            self._check_tokenizers()
+            for name, teacher in self.teachers.items():
+                if isinstance(teacher, RLSGLangEngine):
+                    engines[name] = teacher
+                elif teacher != STUDENT:
+                    engines[name] = stack.enter_context(self._open(teacher, ranks))
+
+        ranks.first(open_engines)
+        return engines
+
+    def _open(self, teacher: Mapping[str, Any], ranks: TrainerRanks) -> AsyncSGLang:
+        if not _starts(teacher):
+            return AsyncSGLang.connect(**teacher)
+        options = dict(teacher)
+        model = options.pop("model")
+        if self.arguments.colocated:
+            options = server_arguments(
+                {"enable_weights_cpu_backup": True, **options},
+                ranks,
+                colocated=True,
+                lora=None,
+                by_file=True,
+                seed=self.arguments.seed,
+            )
+        tell(f"Starting the servers of the teacher {model} ...")
+        engine = AsyncSGLang.from_pretrained(model, **options)
+        if self.arguments.colocated:
+            engine.sleep()
+        return engine
+
+    def _check_tokenizers(self) -> None:
+        """Compares the token ids of student and teachers, and their number with k."""
+        engine: Any = self.arguments.engine
+        source = connect_arguments(engine) or engine
+        if source is None or (source is engine and isinstance(engine, Mapping)):
+            source = {"model": str(self.arguments.model), **(engine or {})}
+        student = _read_tokenizer(source)
+        for teacher in self.teachers.values():
+            if teacher != STUDENT:
+                name = teacher.get("model") if isinstance(teacher, Mapping) else None
+                other = _read_tokenizer(teacher)
+                check_same_tokens(student, other, name=name or str(other.name_or_path))
+                assert self.distillation is not None
+                self.distillation.num_top(len(other))
+
+    def make(
+        self, engines: Mapping[Any, Any], student: Any, ranks: TrainerRanks
+    ) -> Teacher | None:
+        """Returns the teacher on each rank, from engines on the first one."""
+        if self.distillation is None:
+            return None
+        everyone = {name: engines.get(name, student) for name in self.teachers}
+        shared: Any = ranks.share(everyone if ranks.is_first else None)
+        arguments = self.arguments
+        return Teacher(
+            shared if arguments.teacher_key is not None else shared[None],
+            self.distillation,
+            key=arguments.teacher_key,
+            prompt=arguments.teacher_prompt,
+            chat_template=arguments.chat_template,
+            chat_template_kwargs=arguments.chat_template_kwargs,
+            sleeps=self.sleeps,
+        )
+
+
+def _refuse_without_teacher(arguments: RunArguments) -> None:
+    for name in ("distillation", "teacher_key", "teacher_prompt"):
+        if getattr(arguments, name) is not None:
+            raise ConfigurationError(f"{name} is for a teacher; give a teacher.")
+
+
+def _starts(teacher: Any) -> bool:
+    """Returns whether servers of a teacher are started."""
+    return isinstance(teacher, Mapping) and "model" in teacher
+
+
+def _read_tokenizer(source: Any) -> Any:
+    """Returns the tokenizer of an engine, or of servers, running or not."""
+    if isinstance(source, RLSGLangEngine):
+        return source.get_tokenizer()
+    if _starts(source):
+        return load_tokenizer(source["model"], source)
+    with AsyncSGLang.connect(**source) as engine:
+        return engine.get_tokenizer()
