@@ -126,6 +126,8 @@ def curves_of(run: RunData) -> list[Curve]:
         _truncated(batches),
         _staleness(batches),
         _mismatch(run),
+        _distillation(run),
+        _missed(run),
         _sample_size(run),
         _speed(run),
         _updates(run),
@@ -377,6 +379,31 @@ def _mismatch(run: RunData) -> Curve:
         x="step",
         y="nats for each token",
         points=_metrics_named(run, "kl", "k3_kl", "kl_approx", "mismatch_kl"),
+    )
+
+
+def _distillation(run: RunData) -> Curve:
+    return Curve(
+        id="distillation",
+        title="Divergence from the teacher",
+        about="How far the policy is from its teacher, at the trained tokens. It falls "
+        "as long as the policy learns from the teacher.",
+        x="step",
+        y="nats for each token",
+        points=_metrics_named(run, "distillation"),
+    )
+
+
+def _missed(run: RunData) -> Curve:
+    return Curve(
+        id="missed",
+        title="Probability missed by the teacher's top tokens",
+        about="The teacher's probability of all other tokens, which count as one "
+        "outcome. With more than a few percent, a larger k tells more.",
+        x="step",
+        y="share",
+        percent=True,
+        points=_metrics_named(run, "distillation_missed"),
     )
 
 

@@ -262,6 +262,19 @@ def test_metrics_have_curves_of_their_own(tmp_path):
     assert "metrics, at most 200 have curves" in notes[1]
 
 
+def test_a_teacher_has_curves_of_divergence_and_missed_probability(tmp_path):
+    run = Recorded(tmp_path)
+    for rank, name in enumerate(("distillation", "distillation_missed")):
+        run.event("metrics", step=1, values={f"train/{name}": float(rank)})
+    run.step()
+    run.close()
+    data = page_data(read_runs([Recording.open(tmp_path)]), now=0.0)
+    for rank, name in enumerate(("distillation", "missed")):
+        (point,) = curve(data, name)["spec"]["data"]["values"]
+        assert point["y"] == rank
+    assert not any(each["title"].startswith("train/dist") for each in data["curves"])
+
+
 def test_metrics_that_stay_the_same_are_in_one_table(tmp_path):
     run = Recorded(tmp_path)
     for step in range(900):
