@@ -195,9 +195,7 @@ class Learner:
         self.steps = 0
         self._correct = correct
         self._reference = reference
-        self._teacher = teacher
-        if teacher is not None:
-            teacher.check_tokens(self.actor.tokenizer)
+        self._teacher = _with_same_tokens(teacher, self.actor)
         self._minibatches = minibatches
         self._epochs = epochs
         self._max_tokens = max_tokens_per_pass
@@ -684,6 +682,13 @@ class Learner:
         )
         self.steps = state["steps"]
         self._start.advance(self.steps)
+
+
+def _with_same_tokens(teacher: Teacher | None, actor: Any) -> Teacher | None:
+    """Returns a teacher, if there is one, that has the actor's token ids."""
+    if teacher is not None:
+        teacher.check_tokens(actor.tokenizer)
+    return teacher
 
 
 def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:
