@@ -114,4 +114,4 @@ def test_a_port_in_use_is_reported(fake):
     with gateway("--url", fake.url, "--port", port) as process:
         _, errors = process.communicate(timeout=BUDGET_SECONDS)
         assert process.returncode == 2
-        assert f"cannot listen on 127.0.0.1:{port}" in errors
+        assert f"--port={port} is not a free port of '127.0.0.1'" in errors

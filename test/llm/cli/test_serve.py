@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,6 +144,22 @@ def test_vllm_s_protocol_in_front_of_the_server(tiny_model_path):
             assert set(LOADERS) <= set(engine.capabilities.weight_loaders)
         out, errors = end(process, signal.SIGTERM)
         assert (process.returncode, out) == (0, ""), errors
+
+
+def test_an_address_for_vllm_s_protocol_is_refused_before_a_start(
+    tiny_model_path, capsys
+):
+    command = ["serve", tiny_model_path, "--api", "vllm"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, words in (
+            (["--port", port], f"--port={port} is not a free port"),
+            (["--host", "0.0.0.0"], "can be reached from other machines"),
+        ):
+            assert main([*command, *options]) == 2
+            errors = capsys.readouterr().err
+            assert words in errors
+            assert "Starting" not in errors
 
 
 @pytest.mark.parametrize(
