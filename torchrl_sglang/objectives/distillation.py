@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,8 @@ from tensordict import NestedKey, TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import check_finite, read
+from torchrl_sglang.objectives.calibration import missed_divergence
+from torchrl_sglang.objectives.columns import TOKENS, check_finite, read
 from torchrl_sglang.objectives.divergences import (
     LEAST,
     Distillation,
@@ -46,12 +47,18 @@ class DistillationTerms:
     """Term of the advantage ``(B, T, 1)``."""
     missed: Tensor | None = None
     """The teacher's probability outside of its likeliest tokens."""
+    missed_nats: Tensor | None = None
+    """Estimate of the divergence outside of these tokens."""
     statistics: dict[str, Statistic] = field(default_factory=dict)
     """Metrics that are no means over the tokens."""
 
     def metrics(self, mask: Tensor) -> dict[str, Tensor]:
         """Returns the metrics of the loss tokens in ``mask``."""
-        values = {"distillation": self.divergence, "distillation_missed": self.missed}
+        values = {
+            "distillation": self.divergence,
+            "distillation_missed": self.missed,
+            "distillation_missed_nats": self.missed_nats,
+        }
         return {
             name: masked_mean(value, mask)
             for name, value in values.items()
@@ -62,8 +69,9 @@ class DistillationTerms:
 @cache
 def with_distillation(output_type: Any) -> Any:
     """Returns a loss's class of outputs, with the fields of a distillation."""
-    metrics = ("distillation", "distillation_missed", "distillation_variance")
-    names = ("loss_distillation", *metrics)
+    metrics = ("missed", "missed_nats", "variance")
+    further = (f"distillation_{name}" for name in metrics)
+    names = ("loss_distillation", "distillation", *further)
     fields = {"__annotations__": dict.fromkeys(names, Tensor | None)}
     defaults = dict.fromkeys(names)
     return type(output_type.__name__, (output_type,), {**fields, **defaults})
@@ -74,11 +82,13 @@ def compared_ids(
 ) -> Tensor:
     """Returns the tokens ``(B, T, k)`` whose log-probs the loss needs.
 
-    Tokens outside of the student's ``vocabulary`` have another one in their place.
+    The last one is the sampled token. Tokens outside of the student's ``vocabulary``
+    have another one in their place.
     """
     if not settings.compares_distributions:
         return tokens.unsqueeze(-1)
     ids = _read(batch, TEACHER_IDS, tokens).long()
+    ids = torch.cat([ids, tokens.unsqueeze(-1)], -1)
     return ids.masked_fill(ids >= vocabulary, 0)
 
 
@@ -106,9 +116,12 @@ def distillation_terms(
             "distillation= needs an actor of tokens: TransformersWrapper(model, "
             "input_mode='tokens', generate=False, pad_model_input=True)."
         )
-    if settings.compares_distributions:
-        return _compared(settings, batch, policy.id_log_probs, mask, vocabulary)
     rollout = read(batch, rollout_key, padding_value=0.0)
+    if settings.compares_distributions:
+        log_probs = policy.id_log_probs
+        terms = _compared(settings, batch, log_probs[..., :-1], mask, vocabulary)
+        missed = _missed_nats(settings, batch, log_probs.detach(), rollout, mask)
+        return replace(terms, missed_nats=missed)
     assert rollout is not None
     return _estimated(settings, batch, policy.id_log_probs[..., 0], rollout, mask)
 
@@ -137,6 +150,32 @@ def _compared(
     )
 
 
+def _missed_nats(
+    settings: Distillation,
+    batch: TensorDictBase,
+    log_probs: Tensor,
+    rollout: Tensor | None,
+    mask: Tensor,
+) -> Tensor | None:
+    """Returns estimates of the divergence outside of the teacher's tokens."""
+    sampled = read(batch, TEACHER_LOG_PROBS, padding_value=0)
+    if sampled is None or rollout is None:
+        return None
+    tokens, ids = _read(batch, TOKENS, mask), _read(batch, TEACHER_IDS, mask)
+    outside = (ids != tokens.unsqueeze(-1)).all(-1)[mask]
+    teacher = torch.cat([_read(batch, TEACHER_TOPS, mask), sampled.unsqueeze(-1)], -1)
+    values = missed_divergence(settings, log_probs[mask], teacher[mask], outside)
+    weight = _importance(log_probs[..., -1], rollout, mask)
+    return torch.zeros_like(weight).masked_scatter(mask, weight[mask] * values)
+
+
+def _importance(log_probs: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
+    """Returns the bounded weights of sampled tokens; 1 where unknown."""
+    has_rollout = mask & rollout.isfinite()
+    ratio = torch.where(has_rollout, log_probs - rollout, 0)
+    return ratio.exp().clamp_max(LARGEST_WEIGHT)
+
+
 def _estimated(
     settings: Distillation,
     batch: TensorDictBase,
@@ -148,9 +187,7 @@ def _estimated(
     teacher = _read(batch, TEACHER_LOG_PROBS, mask)
     check_finite(TEACHER_LOG_PROBS, teacher, mask)
     ratio = torch.where(mask, log_probs - torch.where(mask, teacher, 0), 0)
-    has_rollout = mask & rollout.isfinite()
-    weight = torch.where(has_rollout, log_probs.detach() - rollout, 0).exp()
-    weight = weight.clamp_max(LARGEST_WEIGHT)
+    weight = _importance(log_probs.detach(), rollout, mask)
     divergence = weight * ratio.detach()
     statistics = {"distillation_variance": moments(divergence, mask, _variance)}
     if settings.estimator == "reward":

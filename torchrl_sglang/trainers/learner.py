@@ -83,7 +83,8 @@ REF_LOG_PROBS = ("next", "ref_log_probs")
 LOSSES = ("objective", "entropy", "kl_to_ref", "kl_to_inference", "distillation")
 METRICS = (
     *("clip_fraction", "kl_approx", "ESS", "entropy", "kl_to_ref"),
-    *("distillation", "distillation_missed", "distillation_variance"),
+    *("distillation", "distillation_missed", "distillation_missed_nats"),
+    "distillation_variance",
 )
 
 MAX_SKIPPED_STEPS = 5

@@ -386,11 +386,11 @@ def _distillation(run: RunData) -> Curve:
     return Curve(
         id="distillation",
         title="Divergence from the teacher",
-        about="How far the policy is from its teacher, at the trained tokens. It falls "
-        "as long as the policy learns from the teacher.",
+        about="How far the policy is from its teacher, and an estimate of what the "
+        "teacher's top tokens miss of it, which should be small beside it.",
         x="step",
         y="nats for each token",
-        points=_metrics_named(run, "distillation"),
+        points=_metrics_named(run, "distillation", "distillation_missed_nats"),
     )
 
 

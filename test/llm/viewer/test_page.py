@@ -264,14 +264,16 @@ def test_metrics_have_curves_of_their_own(tmp_path):
 
 def test_a_teacher_has_curves_of_divergence_and_missed_probability(tmp_path):
     run = Recorded(tmp_path)
-    for rank, name in enumerate(("distillation", "distillation_missed")):
+    names = ("distillation", "distillation_missed_nats", "distillation_missed")
+    for rank, name in enumerate(names):
         run.event("metrics", step=1, values={f"train/{name}": float(rank)})
     run.step()
     run.close()
     data = page_data(read_runs([Recording.open(tmp_path)]), now=0.0)
-    for rank, name in enumerate(("distillation", "missed")):
-        (point,) = curve(data, name)["spec"]["data"]["values"]
-        assert point["y"] == rank
+    points = curve(data, "distillation")["spec"]["data"]["values"]
+    assert [point["y"] for point in points] == [0.0, 1.0]
+    (point,) = curve(data, "missed")["spec"]["data"]["values"]
+    assert point["y"] == 2.0
     assert not any(each["title"].startswith("train/dist") for each in data["curves"])
 
 
