@@ -6,8 +6,8 @@
 #                             default the first of these that there is
 # NIGHTLY                     if set, `make test-newest` runs on TorchRL's nightly builds
 # SEED, OUTPUT                a demo's seed and the folder that it writes to
-# GGUF                        the file of SmolLM2 for `make demo-real`, where it is on this
-#                             machine already; by default it is downloaded
+# GGUF                        the file of SmolLM2 for `make demo-real` and `demo-distil`,
+#                             where it is on this machine; by default it is downloaded
 # PYTEST_ARGS                 what `make test` and `make test-all` pass on to pytest
 # TORCHRL_SGLANG_TORCH_INDEX  a wheel index for torch alone, such as one with builds for
 #                             CPU; empty by default
@@ -105,6 +105,11 @@ demo-async: install  ## Train it while the server generates, too, and plot both
 demo-real: install $(TASKS)  ## Train SmolLM2-135M-Instruct to add: half an hour, 100 MB more
 	@$(BIN)/python examples/grpo/smollm2.py $(if $(GGUF),--gguf "$(GGUF)") >/dev/null
 	@$(BIN)/python examples/grpo/demo.py --seed "$(SEED)" --output "$(OUTPUT)_real"
+
+.PHONY: demo-distil
+demo-distil: install $(TASKS)  ## Let it teach a smaller student, beside GRPO for as long: five minutes
+	@$(BIN)/python examples/grpo/smollm2.py $(if $(GGUF),--gguf "$(GGUF)") >/dev/null
+	@$(BIN)/python examples/grpo/distil.py --seed "$(SEED)" --output "$(OUTPUT)_distil"
 
 .PHONY: test
 test: install $(TEST) $(TASKS) $(OLD_ENGINE)  ## Run the CPU test suite, with real SGLang servers

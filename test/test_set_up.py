@@ -121,6 +121,7 @@ def plan(checkout: Path, target: str, *settings: str) -> str:
     [
         ("demo", {"trainer", "engine"}),
         ("demo-real", {"trainer", "engine", "tasks"}),
+        ("demo-distil", {"trainer", "engine", "tasks"}),
         ("test", {"trainer", "engine", "test", "tasks", "old"}),
         ("lint", {"trainer", "lint"}),
         ("docs", {"trainer", "engine", "docs"}),

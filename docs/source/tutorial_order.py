@@ -10,6 +10,7 @@ ORDER = (
     "weight_sync",
     "grpo",
     "async_grpo",
+    "teacher",
     "multi_turn",
     "agent",
     "pydantic_ai",

@@ -313,3 +313,40 @@ def test_the_demo(restored_engine, tiny_model_path, tmp_path):
     assert "eval_reward/right" in last
     assert (tmp_path / "run" / "learning_curve.png").stat().st_size > 1000
     assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.servers
+def test_the_demo_of_distillation(tiny_model_path, tmp_path):
+    """A tiny model with random weights teaches one of its two layers."""
+    done = run(
+        FOLDER / "distil.py",
+        f"--model={tiny_model_path}",
+        "--output=run",
+        "--drop=1",
+        "--seconds=8",
+        "--eval-every=8",
+        "--lr=3e-3",
+        folder=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Held out, 24 sums; the teacher has 0.00 of them right." in done.stdout
+    assert "distillation: agreement 0." in done.stdout
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert {step["run"] for step in steps} == {"distillation", "GRPO"}
+    assert all(step["seconds"] > 0 for step in steps if step["step"])
+    assert (tmp_path / "run" / "comparison.png").stat().st_size > 1000
+
+
+def test_wrong_layers_are_refused(tiny_model_path, tmp_path):
+    for drop in ("2", "0 1"):
+        done = run(
+            FOLDER / "distil.py",
+            f"--model={tiny_model_path}",
+            "--drop",
+            *drop.split(),
+            folder=tmp_path,
+        )
+        assert done.returncode == 1
+        assert "must be some of the layers 0 to 1" in done.stderr
