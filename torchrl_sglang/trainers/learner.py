@@ -213,6 +213,9 @@ class Learner:
                 RuntimeWarning,
                 stacklevel=3,
             )
+        if self._packs and isinstance(reference, nn.Module):
+            # Refused here, not when the first batch was collected.
+            prepare_packing(reference, loss.packing)
         self._one_pass = minibatches == epochs == 1 and needs_no_pass(loss, correct)
         self._device = next(self.model.parameters()).device
         self._start: ScheduleStart | None = None

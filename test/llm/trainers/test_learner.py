@@ -199,6 +199,14 @@ def test_the_divergence_is_to_the_reference(make_learner, hf_model, tiny_model_p
         assert (row["x", "full"] - expected)[written].abs().max() < 1e-5
 
 
+def test_a_reference_that_cannot_pack_is_refused_at_once(make_learner, hf_model):
+    hf_model.config._attn_implementation = "eager"
+    for packing in (True, "tree"):
+        with pytest.raises(ConfigurationError, match="attention by 'eager'"):
+            make_learner(loss={"packing": packing}, reference=hf_model)
+    make_learner(reference=hf_model)
+
+
 @pytest.mark.parametrize("packing", [False, True])
 def test_log_probs_of_a_bfloat16_model(tiny_model_path, tokenizer, packing):
     """All are computed in float32, and a step begins with a ratio of 1."""
