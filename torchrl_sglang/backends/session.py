@@ -142,7 +142,7 @@ def update_weights(
             flush=flush or pause_mode == "continue",
             choose_again=choose_again,
             resume=resume,
-            # An update without data does not complete an earlier half.
+            # After an update that stopped halfway, weights are mixed from the start.
             touched=update.was_inconsistent or checkpoint,
         )
         if not transport.connected:
@@ -154,7 +154,7 @@ def update_weights(
             count = session.replace(weights, checkpoint=checkpoint)
         if verify is not None:
             session.verify(verify)
-        # Before, a server would take in all of them and only then resume.
+        # Earlier, all requests would queue on the server that resumes first.
         update.releases_requests()
     version = session.version
     report = SyncReport(

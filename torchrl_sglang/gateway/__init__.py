@@ -2,9 +2,9 @@
 
 A dialect reads a client's request (``dialects/``: OpenAI, Anthropic); it is joined by
 tokens to an earlier turn of its ``session`` (with ``chat/``), generated (``policy``),
-kept (``session``, ``store``) and answered in the dialect again (``server``). ``export``
-converts sessions to TorchRL's containers; ``agent_groups`` are the groups of a
-collector.
+kept (``session``, ``store``) and answered in the dialect again (``routes/``).
+``export`` converts sessions to TorchRL's containers; ``agent_groups`` are the groups of
+a collector.
 
 ``responder.py`` makes a turn and ``keeping.py`` keeps it; ``registry.py`` and
 ``routes/access.py`` have the keys and the addresses of sessions, ``credit.py`` the

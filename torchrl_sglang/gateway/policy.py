@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from torchrl_sglang.policies.engine_call import (
     ask_async,
     turn_end_tokens,
 )
+from torchrl_sglang.requests.seeds import with_sample_seed
 from torchrl_sglang.requests.token_columns import TokenColumn
 from torchrl_sglang.support.checks import nearest
 from torchrl_sglang.support.event_loop import run_async
@@ -175,7 +176,8 @@ class Policy:
             logprobs_mode=self.logprobs_mode,
         )
         requests = [
-            replace(request, sampling_params=params) for params in _by_sample(sampling)
+            replace(request, sampling_params=with_sample_seed(sampling.params, index))
+            for index in range(sampling.number)
         ]
         followed: list[asyncio.Task[None]] = []
         if progress is not None:
@@ -314,13 +316,3 @@ async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(outcome, Exception):
             torchrl_logger.warning(f"A response could not be streamed: {outcome!r}")
-
-
-def _by_sample(sampling: Sampling) -> Iterator[Mapping[str, Any]]:
-    """Yields the parameters of each response, each with its own seed."""
-    seed = sampling.params.get("sampling_seed")
-    for index in range(sampling.number):
-        if type(seed) is not int or index == 0:
-            yield sampling.params
-        else:
-            yield {**sampling.params, "sampling_seed": seed + index}

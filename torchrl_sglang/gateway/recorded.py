@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from torchrl_sglang.backends.fleet.weights_state import version_order
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.observer import (
     GROUP_IDS,
@@ -81,11 +82,8 @@ def served_spans(completion: Completion) -> list[tuple[int, int]]:
     """Returns versions as the servers name them; those without a number are -1."""
     if not completion.versions:
         served = completion.weight_version or ""
-        return [(_number(served), len(completion.token_ids))]
+        return [(version_order(served), len(completion.token_ids))]
     return [
-        (_number(span.version), span.end - span.start) for span in completion.versions
+        (version_order(span.version), span.end - span.start)
+        for span in completion.versions
     ]
-
-
-def _number(version: str) -> int:
-    return int(version) if version.isdigit() else -1

@@ -95,7 +95,7 @@ GenerationInfo.__doc__ = """Metadata of each response beyond tokens and log-prob
             from the server's recomputations, and can miss it for a response that the
             server retracted for lack of memory.
         logprobs_mode (str): origin of the written log-probs, of sampled and top tokens:
-            ``"model"`` or ``"sampling"``; empty if none were written.
+            ``"model"``, ``"sampling"`` or ``"behaviour"``; empty without log-probs.
         top_token_ids (torch.Tensor, optional): int64 ``(Lr, N)``: the top ``N`` tokens
             at each position, most likely first, if requested. Padded on the right with
             -1.

@@ -19,6 +19,7 @@ from torchrl_sglang.requests.sampling import (
     SAMPLING_PARAMETERS,
     hint,
 )
+from torchrl_sglang.requests.seeds import with_sample_seed
 from torchrl_sglang.support.checks import check_count, check_flag, to_python
 
 DEFAULT_MAX_TOKENS = 16
@@ -86,10 +87,7 @@ class SamplingParams:
 
     def for_sample(self, index: int) -> Mapping[str, Any]:
         """Returns the engine's parameters of one sample; each gets a different seed."""
-        seed = self.engine.get("sampling_seed")
-        if seed is None or index == 0:
-            return self.engine
-        return {**self.engine, "sampling_seed": (seed + index + 2**63) % 2**64 - 2**63}
+        return with_sample_seed(self.engine, index)
 
 
 _FLAGS = {

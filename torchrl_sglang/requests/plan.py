@@ -18,7 +18,6 @@ from torchrl_sglang.requests.resume import resume_request
 from torchrl_sglang.requests.sampling import (
     GREEDY_TEMPERATURE,
     SAMPLING_PARAMETERS,
-    SamplingParameter,
     check_sampling_params,
     check_token_ids,
     effective_rows,
@@ -65,15 +64,15 @@ class RequestPlan:
     """Whether temperature and support alone decide what tokens are drawn from: no
     penalty, bias or grammar does."""
     scores: bool | None
-    """Whether the finished response is scored as a prompt, because the log-probs that
-    servers give while they generate are of another mode; ``None`` until
-    :meth:`settle`."""
+    """Whether the finished response is sent again as a prompt, because log-probs of
+    decoding are not of the requested mode; ``None`` until :meth:`settle`."""
     scored_from: int | None = None
     """Position of the prompt behind which tokens are scored; ``None``: none are."""
     resumable: bool
     """Whether another request can go on from the tokens of the response."""
     survives_retraction: bool
-    """Whether the response stays exact when a server retracts the request."""
+    """Whether the response stays exact when a server retracts the request, which drops
+    its KV cache and computes it again later."""
     direct: bool
     """Whether the request is sent around a router, which would drop a part of it."""
 
@@ -100,7 +99,10 @@ class RequestPlan:
         )
 
     def settle(self, ignores_temperature: bool | None) -> RequestPlan:
-        """Whether server log-probs ignore the temperature; ``None``: unknown."""
+        """Decides whether the response is scored.
+
+        ``ignores_temperature``: whether servers' log-probs do; ``None``: unknown.
+        """
         if self.request.logprobs_mode == "model":
             return _with_room(replace(self, scores=not ignores_temperature))
         if ignores_temperature is False:
@@ -252,8 +254,8 @@ def _plan(request: GenerateRequest, capabilities: ServerCapabilities) -> Request
     if temperature is not None and temperature < GREEDY_TEMPERATURE:
         filters = {"temperature": temperature}
     rows = effective_rows(params, capabilities)
-    changing = {name: row for name, row in rows.items() if row.neutral}
-    counting = {name for name, row in rows.items() if row.counts_tokens}
+    changing = [row for row in rows.values() if row.neutral]
+    counting = [row for row in rows.values() if row.counts_tokens]
     scores = _needs_scores(request, temperature, bool(changing))
     columns = _plan_columns(request, filters, capabilities)
     return RequestPlan(
@@ -264,24 +266,18 @@ def _plan(request: GenerateRequest, capabilities: ServerCapabilities) -> Request
         token_filter=next(iter(filters), ""),
         replayable=not any(
             # A support has the tokens that a grammar left.
-            not filters or _changes_kept_tokens(name, row)
-            for name, row in changing.items()
+            not filters or not (row.needs_grammar or row.only_bars)
+            for row in changing
         ),
         scores=scores if LOG_PROBS not in columns else False,
-        # The number of required tokens that remain is known, and the server's is not.
         resumable=not any(row.needs_grammar for row in rows.values())
-        and not counting - ({"min_new_tokens"} & params.keys()),
+        and all(row.counts_here for row in counting),
         # A server computes late columns again, with the new weights.
         survives_retraction=not (counting or any(column.late for column in columns)),
         direct=any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)
         or any(column.dropped_by_router for column in columns)
         or request.on_tokens is not None,
     )
-
-
-def _changes_kept_tokens(name: str, row: SamplingParameter) -> bool:
-    """Returns whether a parameter changes logits of tokens that may be drawn."""
-    return not row.needs_grammar and name != "min_new_tokens"
 
 
 def _needs_scores(

@@ -141,6 +141,10 @@ class SamplingParameter:
     keeps_all: Callable[[Any, ServerCapabilities], bool] | None = None
     """Returns whether a value leaves no token out of what is drawn from, of a parameter
     that filters tokens; ``None`` for all others."""
+    counts_here: bool = False
+    """Another request can go on with the count, which is known here."""
+    only_bars: bool = False
+    """It bars tokens, and changes no logit of the others."""
     follows_drafts: bool = False
     """The filter is applied behind drafted tokens, too."""
 
@@ -177,6 +181,8 @@ SAMPLING_PARAMETERS: dict[str, SamplingParameter] = {
         foreign=("min_length", "min_completion_length", "min_completion_tokens"),
         neutral=(0,),
         counts_tokens=True,
+        counts_here=True,
+        only_bars=True,
     ),
     "min_p": _Row(_NUMBER, least=0.0, greatest=1.0, keeps_all=lambda p, _: p == 0),
     "no_stop_trim": _Row(_BOOL),

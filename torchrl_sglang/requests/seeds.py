@@ -7,11 +7,11 @@ who asked first. A hash of the sample's place in the run depends on neither.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 SeedOf: TypeAlias = Callable[[int, Sequence[int]], int]
 """Returns the seed of a conversation's response, by its turn and its prompt."""
@@ -39,6 +39,20 @@ class SampleSeeds:
 
     run: int
     """Seed of the run."""
+
+
+def with_sample_seed(params: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """Returns the parameters of one of a request's samples; seeds differ.
+
+    Examples:
+        >>> with_sample_seed({"sampling_seed": 2**63 - 1}, 1)
+        {'sampling_seed': -9223372036854775808}
+    """
+    seed = params.get("sampling_seed")
+    if type(seed) is not int or index == 0:
+        return params
+    # SGLang's seeds are signed numbers of 64 bits.
+    return {**params, "sampling_seed": (seed + index + 2**63) % 2**64 - 2**63}
 
 
 def seeds_at(seeds: SampleSeeds | None, position: int, sample: int) -> SeedOf | None:

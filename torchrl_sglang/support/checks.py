@@ -69,9 +69,9 @@ def check_seconds(
     return check_positive(name, value, zero=zero, endless=endless, unit=" of seconds")
 
 
-def seconds_or(name: str, value: float | None, default: float) -> float:
-    """Returns a duration in seconds, by default ``default``."""
-    return default if value is None else check_seconds(name, value)
+def timeout_or(default: float, timeout: float | None) -> float:
+    """Returns a timeout in seconds, by default ``default``."""
+    return default if timeout is None else check_seconds("timeout", timeout)
 
 
 def check_count(name: str, value: Any, *, least: int = 1) -> int:

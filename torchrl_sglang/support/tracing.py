@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+from torchrl_sglang.support.user_code import first_error
+
 NAME = "torchrl_sglang"
 """Name of the instrumentation, and prefix of attributes without a name in
 OpenTelemetry's semantic conventions."""
@@ -106,17 +108,10 @@ def span(
         try:
             yield traced
         except Exception as error:
-            cause = _cause(error)
+            cause = first_error(error)
             opened.record_exception(cause)
             traced.fail(f"{type(cause).__name__}: {cause}")
             raise
-
-
-def _cause(error: Exception) -> Exception:
-    """Returns the first error of an exception group."""
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _named(attributes: Mapping[str, Any]) -> dict[str, Any]:

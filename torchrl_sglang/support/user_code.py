@@ -148,6 +148,13 @@ def refuse_coroutine(name: str, function: Any, reason: str) -> None:
         )
 
 
+def first_error(error: BaseException) -> BaseException:
+    """Returns an error, or the first one of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def describe(error: BaseException) -> str:
     """Returns type and text of an error for a sentence, even if ``__str__`` fails.
 

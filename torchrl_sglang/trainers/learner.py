@@ -165,25 +165,8 @@ class Learner:
             check_count(name, count, least=minimum)
         if clip_grad_norm is not None:
             check_positive("clip_grad_norm", clip_grad_norm)
-        if not callable(getattr(loss, "accumulate", None)):
-            hint = ""
-            if isinstance(loss, (GRPOLoss, TorchRLSFTLoss)):
-                hint = (
-                    " TorchRL's losses have none: take CorrectedGRPOLoss or SFTLoss "
-                    "of torchrl_sglang."
-                )
-            raise ConfigurationError(
-                f"loss={type(loss).__name__} has no accumulate(), which makes the "
-                f"gradient of a batch from parts of it.{hint}"
-            )
         self._reads_rollouts = getattr(loss, "reads_rollouts", True)
-        unread = {"correct": correct, "reference": reference, "teacher": teacher}
-        for name, part in unread.items():
-            if part is not None and not self._reads_rollouts:
-                raise ConfigurationError(
-                    f"{name}={part!r:.200} is not read by {type(loss).__name__}; leave "
-                    f"it out, or take CorrectedGRPOLoss."
-                )
+        _check_loss(loss, correct=correct, reference=reference, teacher=teacher)
         self.loss = loss
         self.actor = loss.actor_network
         self.model = self.actor.model
@@ -204,7 +187,7 @@ class Learner:
         self._max_skipped = max_skipped_steps
         self._autocast_on = autocast
         self._packs = bool(getattr(loss, "packs", False))
-        self._shares = getattr(loss, "packing", False) == "tree"
+        self._as_trees = getattr(loss, "packing", False) == "tree"
         self._has_told = False
         if getattr(loss, "packing", False) == "auto" and not self._packs:
             warnings.warn(
@@ -406,7 +389,7 @@ class Learner:
         while count > 1 and not self.ranks.all_true(len(rows) >= count):
             count -= 1
         order, numbers = torch.randperm(len(rows)).tolist(), list(range(count))
-        if self._shares:
+        if self._as_trees:
             # Rows with a common prefix are in one minibatch.
             order = [index for index, _ in self._sort(rows)]
             numbers = torch.randperm(count).tolist()
@@ -492,7 +475,7 @@ class Learner:
         Passes of a sharded model take all ranks, which wait for the longest one.
         """
         lengths, limit = [len(row[TOKENS]) for row in rows.unbind(0)], self._max_tokens
-        if packed and self._shares:
+        if packed and self._as_trees:
             cut = partial(cut_tree, self._sort(rows), lengths, limit)
         else:
             cut = partial(cut_by_tokens, lengths, limit, packed=packed)
@@ -510,7 +493,7 @@ class Learner:
 
         Says once if passes compute many tokens again that other passes have computed.
         """
-        if not self._shares:
+        if not self._as_trees:
             return {}
         counts = self._ranks_in_step.together(
             lambda: [count_tokens(part, self._sort(part)) for part in (rows, *passes)]
@@ -638,7 +621,7 @@ class Learner:
             if self._correct is not None:
                 mask = mask | read_mask(inputs, self._correct.masking_strategy, width)
             terms = packed_terms(
-                model, tokens, real, mask, sampling=sampling, tree=self._shares
+                model, tokens, real, mask, sampling=sampling, tree=self._as_trees
             )
         else:
             # Nothing is before the first token of a sequence.
@@ -693,6 +676,27 @@ def _with_same_tokens(teacher: Teacher | None, actor: Any) -> Teacher | None:
     if teacher is not None:
         teacher.check_tokens(actor.tokenizer)
     return teacher
+
+
+def _check_loss(loss: Any, **parts: Any) -> None:
+    """Refuses a loss without sums over parts of a batch, and parts that it ignores."""
+    if not callable(getattr(loss, "accumulate", None)):
+        hint = ""
+        if isinstance(loss, (GRPOLoss, TorchRLSFTLoss)):
+            hint = (
+                " TorchRL's losses have none: take CorrectedGRPOLoss or SFTLoss of "
+                "torchrl_sglang."
+            )
+        raise ConfigurationError(
+            f"loss={type(loss).__name__} has no accumulate(), which makes the "
+            f"gradient of a batch from parts of it.{hint}"
+        )
+    for name, part in parts.items():
+        if part is not None and not getattr(loss, "reads_rollouts", True):
+            raise ConfigurationError(
+                f"{name}={part!r:.200} is not read by {type(loss).__name__}; leave it "
+                f"out, or take CorrectedGRPOLoss."
+            )
 
 
 def _read_tokens(rows: TensorDictBase, padding: int) -> tuple[Tensor, Tensor]:

@@ -80,7 +80,7 @@ class SGLangWeightSender:
         self._exporters = ExporterCache()
         self.transport: WeightTransport | None = None
         """The transport of whole weights; an adapter's keeps no connection."""
-        self._ranks: Ranks | None = None
+        self._memory_of_ranks: Ranks | None = None
         self._collectors = RegisteredCollectors(scheme)
         self._last_report: SyncReport | None = None
         self._totals = UpdateTotals()
@@ -434,17 +434,15 @@ class SGLangWeightSender:
         counts: bool,
     ) -> SyncReport:
         """Sends weights once; ``lost``: why the attempt before has failed."""
-        # Memory of another rank that a server may still read stays until the next
-        # update.
-        self._ranks = source.ranks
+        # Servers may read the other ranks' memory until the next update.
+        self._memory_of_ranks = source.ranks
 
         def send(source: Source) -> SyncReport:
             self._wait_for_servers(deadline, lost)
             try:
                 return self._send(source, verify, counts=counts)
             except WeightTransferError as error:
-                # All ranks decide by this: they do not see the servers, and their
-                # deadlines are not the same to the millisecond.
+                # ``server_lost`` reaches all ranks, so that all repeat it or none.
                 if (
                     _may_be_lost(error)
                     and self._is_restarting()

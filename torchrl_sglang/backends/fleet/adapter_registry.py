@@ -42,7 +42,7 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.support.checks import seconds_or
+from torchrl_sglang.support.checks import timeout_or
 from torchrl_sglang.support.forks import after_fork
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Adapter
@@ -188,7 +188,7 @@ class AdapterRegistry:
         timeout: float | None = None,
     ) -> Adapter:
         """Loads an adapter into every server; later requests of its name use it."""
-        deadline = time.monotonic() + seconds_or("timeout", timeout, LOAD_SECONDS)
+        deadline = time.monotonic() + timeout_or(LOAD_SECONDS, timeout)
         fleet = self._fleet
         async with self._turn(deadline):
             adapter = Adapter(
@@ -262,7 +262,7 @@ class AdapterRegistry:
     async def unload(self, name: str, *, timeout: float | None = None) -> None:
         """Lets servers drop an adapter; new requests cannot select it."""
         check_name(name)
-        timeout = seconds_or("timeout", timeout, UNLOAD_SECONDS)
+        timeout = timeout_or(UNLOAD_SECONDS, timeout)
         await self.refresh([name])
         deadline, fleet = time.monotonic() + timeout, self._fleet
         async with self._turn(deadline):

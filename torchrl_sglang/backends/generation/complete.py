@@ -164,9 +164,9 @@ class RequestRun:
         if joined.finish_reason != "abort":
             return joined
         continuation = self._plan.resume(joined)
-        # Nobody here would see a stop string that two parts hold together.
-        blind = self._stops and tokenizer is None
-        if continuation is None or blind or not self.ticket.resumable:
+        # Without a tokenizer, a stop string across two parts would be missed.
+        misses_stop = self._stops and tokenizer is None
+        if continuation is None or misses_stop or not self.ticket.resumable:
             self.ticket.resumable = False
             self.ticket.restarts += 1
             self._start_over()

@@ -260,9 +260,10 @@ class InFlight:
     ) -> None:
         """Aborts the requests that servers have, before they are paused.
 
-        ``keep``: but for requests that a retraction keeps; ``others``: those of other
-        users, too. No response starves: one that has to begin anew does so once, and no
-        request is aborted before its server has computed a token of the oldest ones.
+        ``keep``: skip requests that survive a retraction; ``others``: also abort
+        requests of other users. No response starves: one that has to begin anew does so
+        once, and no request is aborted before its server has computed a token of the
+        oldest ones.
         """
 
         def sent() -> list[InFlightRequest]:
@@ -294,7 +295,7 @@ class InFlight:
                 await self._abort_all()
             else:
                 await self._abort(waiting)
-            # An abort that arrives before its request is lost.
+            # An abort that overtakes its request has no effect.
             await self._until(lambda: not sent(), REPEAT_SECONDS)
 
     def _sent_to(self, *places: str) -> dict[InFlightRequest, str]:
@@ -323,7 +324,7 @@ class InFlight:
         while waiting() and time.monotonic() < begun + RECALL_SECONDS:
             with suppress(ConfigurationError):
                 await self._abort(waiting())
-            # An abort that arrives before its request is lost.
+            # An abort that overtakes its request has no effect.
             await self._until(lambda: not waiting(), REPEAT_SECONDS)
         self._http.give_up(router, before=begun)
 
@@ -347,7 +348,7 @@ class InFlight:
             rids = [rid for ticket, rid in rid_of.items() if ticket.sent_as == rid]
             calls = [({"rid": rid}, url) for rid in rids]
             await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
-            # An abort that arrives before its request is lost.
+            # An abort that overtakes its request has no effect.
             await self._until(lambda: not waiting(), REPEAT_SECONDS)
             if not waiting() or time.monotonic() >= end:
                 return

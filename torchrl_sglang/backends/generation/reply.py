@@ -237,19 +237,19 @@ class _Reader:
         meta, length = self._meta, len(self._token_ids)
         log_probs = prompt_log_probs = top_token_ids = top_log_probs = None
         tops: Sequence[list[LogProbEntry] | None] = ()
-        own_scores = not self._plan.scores
+        uses_decoding = not self._plan.scores
         if scored_from is not None:
             scored = request.input_ids[scored_from:]
             log_probs = self._log_probs("input_token_logprobs", scored)[1:]
             tops, length = (meta.input_top_logprobs or ())[1:], len(log_probs)
-        elif own_scores:
+        elif uses_decoding:
             tops = meta.output_top_logprobs or ()
             if request.return_logprobs:
                 log_probs = self._log_probs("output_token_logprobs", self._token_ids)
         if request.return_prompt_logprobs:
             prompt = request.input_ids
             prompt_log_probs = self._log_probs("input_token_logprobs", prompt)
-        if request.top_logprobs and own_scores:
+        if request.top_logprobs and uses_decoding:
             rows = self._top_entries(tops, length, request.top_logprobs)
             top_token_ids = [[entry.token_id for entry in row] for row in rows]
             top_log_probs = [[_known(entry.log_prob) for entry in row] for row in rows]
@@ -263,7 +263,9 @@ class _Reader:
             token_ids=self._token_ids,
             log_probs=log_probs,
             logprobs_mode=(
-                request.logprobs_mode if request.wants_logprobs and own_scores else None
+                request.logprobs_mode
+                if request.wants_logprobs and uses_decoding
+                else None
             ),
             top_token_ids=top_token_ids,
             top_log_probs=top_log_probs,

@@ -25,7 +25,7 @@ from torchrl_sglang.support.event_loop import (
     run_sync,
     submit,
 )
-from torchrl_sglang.support.user_code import describe
+from torchrl_sglang.support.user_code import describe, first_error
 
 CLOSE_SECONDS = 60.0
 """Timeout for a connection to end."""
@@ -191,7 +191,7 @@ class _Connection:
             reason = "it does not answer" if isinstance(error, TimeoutError) else ""
             raise ConfigurationError(
                 f"The tools of {self._server!r} cannot be read: "
-                f"{reason or describe(_cause(error))}; start it before the run."
+                f"{reason or describe(first_error(error))}; start it before the run."
             ) from error
         return [
             (tool.name, (partial(self.call, tool.name), _schema(tool)))
@@ -216,7 +216,7 @@ class _Connection:
             if _is_lost(error) and self._task is task:
                 # The next call connects again.
                 await self.close()
-            raise ToolError(describe(_cause(error))) from error
+            raise ToolError(describe(first_error(error))) from error
         text = _text(result)
         if result.is_error:
             raise ToolError(text)
@@ -292,16 +292,9 @@ def _text(result: Any) -> str:
 
 def _is_lost(error: BaseException) -> bool:
     """Returns whether an error is the connection's, not one call's."""
-    cause = _cause(error)
+    cause = first_error(error)
     code = getattr(cause, "code", None)
     if code is not None:
         return bool(code == CONNECTION_CLOSED)
     # The client raises these about the content of a result.
     return not isinstance(cause, (RuntimeError, TypeError, ValueError))
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Returns the first error of a group: the client's tasks raise groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

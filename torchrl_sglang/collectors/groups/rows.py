@@ -64,10 +64,12 @@ class GroupWriter:
         containers = self._codec.containers(
             [(turn, messages[: turn.prompt.num_messages + 1]) for turn in turns]
         )
-        ends = [*(turn.prompt.num_messages for turn in turns[1:]), len(messages)]
+        counts = [*(turn.prompt.num_messages for turn in turns[1:]), len(messages)]
         return [
-            self._write_turn(conversation, number, values, messages[:end], task)
-            for number, (values, end) in enumerate(zip(containers, ends, strict=True))
+            self._write_turn(conversation, number, values, messages[:count], task)
+            for number, (values, count) in enumerate(
+                zip(containers, counts, strict=True)
+            )
         ]
 
     def _write_turn(

@@ -47,7 +47,7 @@ from torchrl_sglang.support.blocking import BlockingCalls, DaemonExecutor
 from torchrl_sglang.support.histogram import SECONDS, Histogram
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span
-from torchrl_sglang.support.user_code import describe, user_code
+from torchrl_sglang.support.user_code import describe, first_error, user_code
 
 STEP_TIMEOUT_SECONDS = 600.0
 """Timeout of reading a prompt, of the layout of a group, and of the replay buffer."""
@@ -470,7 +470,7 @@ class Collection:
                 self.pool.give_up(position, retry=True)
             raise
         except BaseException as error:  # noqa: BLE001 - User functions raise anything.
-            self._fail(position, _cause(error))
+            self._fail(position, first_error(error))
         else:
             self._complete(position, complete)
         finally:
@@ -603,13 +603,6 @@ class Collection:
                 f"The engine failed, and its groups are tried again for "
                 f"{self._engine_seconds:g} s: {_text(error)}"
             )
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Returns the first error of a group of tasks."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _kind_of(error: BaseException) -> tuple[type[BaseException], str, int]:
