@@ -20,7 +20,7 @@ from torchrl_sglang.objectives.divergences import (
     token_divergence,
 )
 from torchrl_sglang.objectives.formulas import masked_mean
-from torchrl_sglang.objectives.packing import PackedTokens
+from torchrl_sglang.objectives.packing import PassTerms
 from torchrl_sglang.objectives.statistics import Statistic, moments
 
 TEACHER = "teacher"
@@ -111,7 +111,7 @@ def distillation_terms(
             reads no tokens.
         NotFiniteError: if a value of a loss token is NaN or infinite.
     """
-    if not isinstance(policy, PackedTokens):
+    if not isinstance(policy, PassTerms):
         raise ConfigurationError(
             "distillation= needs an actor of tokens: TransformersWrapper(model, "
             "input_mode='tokens', generate=False, pad_model_input=True)."

@@ -48,8 +48,8 @@ from torchrl_sglang.objectives.loss_arguments import (
     check_loss_arguments,
 )
 from torchrl_sglang.objectives.packing import (
-    PackedTokens,
     Packing,
+    PassTerms,
     packed_terms,
     prepare_packing,
 )
@@ -386,7 +386,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         with own_gradients(self.parameters(), ranks) as gradients:
             for part, counts in ranks.same_number(parts):
                 output = self._try_forward(part, ranks, failure)
-                losses = _fields(output, "loss_")
+                losses = _fields(output, losses=True)
                 count = self._count() * counts
                 value = torch.stack([loss.sum() for loss in losses.values()]).sum()
                 with torch.autocast(value.device.type, enabled=False):
@@ -412,8 +412,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         assert self._mask is not None
         statistics = dict[str, Statistic]()
         for values, weight in (
-            (_fields(output, "loss_"), count),
-            (_fields(output), self._mask.sum()),
+            (_fields(output, losses=True), count),
+            (_fields(output, losses=False), self._mask.sum()),
         ):
             statistics |= {name: weighted_mean(v, weight) for name, v in values.items()}
         if self._distilled is not None:
@@ -536,7 +536,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         )
 
     def _get_entropy(self, dist: Any, adv_shape: torch.Size) -> Any:
-        if isinstance(dist, PackedTokens):
+        if isinstance(dist, PassTerms):
             return dist.entropy.unsqueeze(-1)
         return super()._get_entropy(dist, adv_shape=adv_shape)
 
@@ -687,14 +687,10 @@ def _try_backward(value: Tensor) -> Exception | None:
     return None
 
 
-def _fields(output: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Returns the losses of an output, or without a prefix its metrics."""
+def _fields(output: Any, *, losses: bool) -> dict[str, Tensor]:
+    """Returns the losses of an output, or its metrics."""
     fields = output.to_tensordict(retain_none=False).items()
-    return {
-        name: value
-        for name, value in fields
-        if name.startswith("loss_") is bool(prefix)
-    }
+    return {name: value for name, value in fields if name.startswith("loss_") is losses}
 
 
 class CorrectedCISPOLoss(CorrectedGRPOLoss, TorchRLCISPOLoss):

@@ -48,7 +48,7 @@ _ROPES = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PackedTokens:
+class PassTerms:
     """Outputs of a pass for a loss, ``(sequences, longest)``."""
 
     mask: Tensor
@@ -136,7 +136,7 @@ def packed_terms(
     sampling: Drawn | None = None,
     ids: Tensor | None = None,
     tree: bool = False,
-) -> PackedTokens:
+) -> PassTerms:
     """Runs a model on a batch's sequences in one row; logits of masked tokens only.
 
     ``tokens`` are padded, ``(sequences, longest)``; ``real`` is false for padding,
@@ -170,7 +170,7 @@ def packed_terms(
     )
     empty = torch.zeros(mask.shape, dtype=log_probs.dtype, device=mask.device)
     scored_ids = scored.unsqueeze(-1).expand(*mask.shape, id_log_probs.shape[-1])
-    return PackedTokens(
+    return PassTerms(
         mask=mask.bool(),
         log_prob=empty.masked_scatter(scored, log_probs),
         entropy=empty.masked_scatter(scored, entropies),

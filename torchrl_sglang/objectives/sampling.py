@@ -16,7 +16,7 @@ from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS, read
-from torchrl_sglang.objectives.packing import PackedTokens
+from torchrl_sglang.objectives.packing import PassTerms
 from torchrl_sglang.objectives.routing import set_attribute
 from torchrl_sglang.objectives.support import (
     ACTORS,
@@ -39,7 +39,7 @@ def padded_terms(
     entropy: bool = False,
     sampling: Drawn | None = None,
     ids: Tensor | None = None,
-) -> PackedTokens:
+) -> PassTerms:
     """Runs an actor's model on left-padded sequences, as :func:`.packed_terms`."""
     _, logits = actor._model_forward_with_padded_sequences(
         tokens,
@@ -57,7 +57,7 @@ def padded_terms(
         sampling=None if drawn is None else drawn.place(mask),
         ids=None if ids is None else ids.flatten(0, 1),
     )
-    return PackedTokens(
+    return PassTerms(
         mask=mask,
         log_prob=torch.where(mask, log_probs.view_as(mask), 0),
         entropy=torch.where(mask, entropies.view_as(mask), 0),

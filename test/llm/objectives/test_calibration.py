@@ -19,7 +19,7 @@ from torchrl_sglang.objectives.distillation import (
     distillation_terms,
 )
 from torchrl_sglang.objectives.divergences import token_divergence
-from torchrl_sglang.objectives.packing import PackedTokens
+from torchrl_sglang.objectives.packing import PassTerms
 
 VOCABULARY = 40
 
@@ -68,7 +68,7 @@ def test_a_batch_has_the_estimate_beside_its_divergence():
     )
     settings = Distillation(k=2)
     ids = compared_ids(settings, batch, tokens, 4)
-    policy = PackedTokens(
+    policy = PassTerms(
         mask=mask,
         log_prob=student[None],
         entropy=torch.zeros(1, 4),

@@ -23,7 +23,7 @@ from torchrl_sglang.objectives.divergences import (
     missed_mass,
     token_divergence,
 )
-from torchrl_sglang.objectives.packing import PackedTokens
+from torchrl_sglang.objectives.packing import PassTerms
 from torchrl_sglang.objectives.support import Drawn
 from torchrl_sglang.objectives.token_terms import token_terms
 
@@ -144,7 +144,7 @@ def terms_of(settings, columns, id_log_probs, vocabulary):
         batch[key] = value.detach()[None]
     mask = torch.ones(1, len(id_log_probs), dtype=torch.bool)
     zeros = torch.zeros(1, len(id_log_probs))
-    policy = PackedTokens(
+    policy = PassTerms(
         mask=mask, log_prob=zeros, entropy=zeros, id_log_probs=id_log_probs[None]
     )
     return distillation_terms(
