@@ -279,12 +279,18 @@ def share_trees(
 ) -> list[list[TensorDictBase]]:
     """Shares responses among ranks, with about as many distinct tokens on each. Pure.
 
-    Responses that share most of their tokens are on the same rank.
+    Responses that share most of their tokens are on the same rank, and each rank has
+    one to train on where there are enough.
     """
     _check_enough(rows, count)
-    tokens = [row[TOKENS] for row in rows]
+    trained = [index for index, row in enumerate(rows) if _num_tokens(row)]
+    if len(trained) < count:
+        return share_rows(rows, count)
+    tokens = [rows[index][TOKENS] for index in trained]
     order = sorted_rows([node_values(ids, None).cpu().numpy() for ids in tokens])
-    shares = spread_tree(order, [len(ids) for ids in tokens], count)
+    groups = spread_tree(order, [len(ids) for ids in tokens], count)
+    shares = [[trained[place] for place in group] for group in groups]
+    shares[0] += set(range(len(rows))).difference(trained)
     return [[rows[index] for index in sorted(share)] for share in shares]
 
 

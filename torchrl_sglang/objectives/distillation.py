@@ -66,6 +66,21 @@ class DistillationTerms:
         } | {name: statistic.value for name, statistic in self.statistics.items()}
 
 
+def refuse_recomputed(settings: Distillation) -> None:
+    """Refuses the estimators of sampled tokens beside a recomputed old policy.
+
+    A correction replaces the log-probs that tokens were sampled with, unless a batch
+    has one optimizer step.
+    """
+    if not settings.compares_distributions:
+        raise ConfigurationError(
+            f"estimator={settings.estimator!r} weighs tokens by the probability that "
+            f"they were sampled with, and a correction with several optimizer steps a "
+            f"batch replaces it by a recomputed policy's. Give estimator='top_k', one "
+            f"minibatch and epoch, or a correction with bypass_mode=True."
+        )
+
+
 @cache
 def with_distillation(output_type: Any) -> Any:
     """Returns a loss's class of outputs, with the fields of a distillation."""
@@ -120,7 +135,9 @@ def distillation_terms(
     if settings.compares_distributions:
         log_probs = policy.id_log_probs
         terms = _compared(settings, batch, log_probs[..., :-1], mask, vocabulary)
-        missed = _missed_nats(settings, batch, log_probs.detach(), rollout, mask)
+        missed = _missed_nats(
+            settings, batch, log_probs.detach(), rollout, mask, vocabulary
+        )
         return replace(terms, missed_nats=missed)
     assert rollout is not None
     return _estimated(settings, batch, policy.id_log_probs[..., 0], rollout, mask)
@@ -156,6 +173,7 @@ def _missed_nats(
     log_probs: Tensor,
     rollout: Tensor | None,
     mask: Tensor,
+    vocabulary: int,
 ) -> Tensor | None:
     """Returns estimates of the divergence outside of the teacher's tokens."""
     sampled = read(batch, TEACHER_LOG_PROBS, padding_value=0)
@@ -164,7 +182,11 @@ def _missed_nats(
     tokens, ids = _read(batch, TOKENS, mask), _read(batch, TEACHER_IDS, mask)
     outside = (ids != tokens.unsqueeze(-1)).all(-1)[mask]
     teacher = torch.cat([_read(batch, TEACHER_TOPS, mask), sampled.unsqueeze(-1)], -1)
-    values = missed_divergence(settings, log_probs[mask], teacher[mask], outside)
+    foreign = torch.nn.functional.pad(ids >= vocabulary, (0, 1))
+    student, teacher = (
+        values.masked_fill(foreign, LEAST)[mask] for values in (log_probs, teacher)
+    )
+    values = missed_divergence(settings, student, teacher, outside)
     weight = _importance(log_probs[..., -1], rollout, mask)
     return torch.zeros_like(weight).masked_scatter(mask, weight[mask] * values)
 

@@ -168,12 +168,12 @@ def _read_k(k: Any) -> float:
 
 
 def least_k(log_probs: Tensor, mass: float) -> int:
-    """Returns how many of the likeliest tokens have a mass on average, at most all.
+    """Returns how many of the likeliest tokens have a mass on average.
 
-    ``log_probs`` are ``(N, k)``, in descending order.
+    ``log_probs`` are ``(N, k)``, in descending order; k + 1 if all have less.
     """
-    means = log_probs.double().exp().cumsum(-1).nanmean(0)
-    return int((means < mass).sum().clamp_max(len(means) - 1)) + 1
+    means = log_probs.double().exp().cumsum(-1).mean(0)
+    return int((means < mass).sum()) + 1
 
 
 def token_divergence(

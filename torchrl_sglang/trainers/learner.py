@@ -37,7 +37,7 @@ from torchrl_sglang.objectives.columns import (
     row_lengths,
 )
 from torchrl_sglang.objectives.correct import NOT_SCORED
-from torchrl_sglang.objectives.distillation import TEACHER
+from torchrl_sglang.objectives.distillation import TEACHER, refuse_recomputed
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
@@ -200,6 +200,9 @@ class Learner:
             # Refused here, not when the first batch was collected.
             prepare_packing(reference, loss.packing)
         self._one_pass = minibatches == epochs == 1 and needs_no_pass(loss, correct)
+        distillation = getattr(loss, "distillation", None)
+        if correct is not None and distillation is not None and not self._one_pass:
+            refuse_recomputed(distillation)
         self._device = next(self.model.parameters()).device
         self._start: ScheduleStart | None = None
         if schedule is not None:
@@ -306,8 +309,8 @@ class Learner:
         teacher = self._teacher
         if teacher is None or TEACHER in batch.keys():
             return batch
-        self.ranks.first(teacher.wake_up)
         try:
+            self.ranks.first(teacher.wake_up)
             return self._ranks_in_step.together(lambda: teacher(batch))
         finally:
             self.ranks.first(teacher.sleep)

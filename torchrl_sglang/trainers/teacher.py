@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -33,6 +32,7 @@ from torchrl_sglang.objectives.distillation import TEACHER
 from torchrl_sglang.objectives.divergences import Distillation, least_k
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.support.blocking import DaemonExecutor
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion
@@ -68,7 +68,8 @@ class Teacher:
         chat_template (str, optional): template of these messages. By default the
             tokenizer's.
         chat_template_kwargs (optional): its variables.
-        sleeps (bool): whether the engines sleep but for a batch. Defaults to False.
+        sleeps (collection): names of the engines that sleep but for a batch; None is
+            the name of a single one. Defaults to none of them.
         timeout (float): seconds for the scores of a batch. Defaults to 1800.
 
     Raises:
@@ -91,7 +92,7 @@ class Teacher:
         prompt: Callable[[Mapping[str, Any]], Any] | None = None,
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        sleeps: bool = False,
+        sleeps: Collection[Any] = (),
         timeout: float = SCORE_SECONDS,
     ) -> None:
         self.engines = _check_engines(engine, key)
@@ -106,7 +107,8 @@ class Teacher:
                 f"The teachers have vocabularies of {sorted(sizes)} tokens, of which "
                 f"{distillation.estimator!r} needs one size; give a k to all of them."
             )
-        self.distillation, self.key, self.sleeps = distillation, key, sleeps
+        self.distillation, self.key = distillation, key
+        self._sleeping = [self.engines[name] for name in sleeps]
         self._asked = self._most = counts.pop()
         for served in self.engines.values() if self._asked else ():
             if not served.capabilities.encodes_top_logprobs:
@@ -136,13 +138,14 @@ class Teacher:
 
     def wake_up(self) -> None:
         """Wakes up engines that sleep between batches."""
-        for engine in self.engines.values() if self.sleeps else ():
+        for engine in self._sleeping:
             engine.wake_up()
 
     def sleep(self) -> None:
-        """Has engines release their memory, if they are to."""
-        for engine in self.engines.values() if self.sleeps else ():
-            engine.sleep()
+        """Releases the memory of engines that sleep between batches."""
+        for engine in self._sleeping:
+            if not engine.asleep:
+                engine.sleep()
 
     def __call__(self, batch: TensorDictBase) -> TensorDictBase:
         """Returns a batch with the teacher's columns, as a stack of its rows.
@@ -159,9 +162,10 @@ class Teacher:
             UserFunctionError: if ``prompt`` raises an error.
         """
         rows = [row.copy() for row in batch.unbind(0)]
-        columns = self._score([self._read(row) for row in rows])
+        sequences = [self._read(row) for row in rows]
+        columns = self._score(sequences)
         if self.distillation.mass is not None:
-            self._cut(columns, self.distillation.mass)
+            columns = self._reach(self.distillation.mass, sequences, columns)
         for row, values in zip(rows, columns, strict=True):
             row.set(TEACHER, row.empty().update(values))
         return LazyStackedTensorDict(*rows)
@@ -232,17 +236,33 @@ class Teacher:
             return ask_patiently(self.engines[name], chosen, self._timeout)
 
         names = set(teachers.values())
-        with ThreadPoolExecutor(len(names)) as pool:
+        # One teacher's error does not wait for the others.
+        with DaemonExecutor("torchrl_sglang-teachers", len(names)) as pool:
             return {n: a for of in pool.map(ask, names) for n, a in of.items()}
 
-    def _cut(self, columns: Sequence[dict[str, Tensor]], mass: float) -> None:
-        """Leaves out tokens that a batch does not need for a mass, in place."""
-        k = least_k(torch.cat([values["top_log_probs"] for values in columns]), mass)
+    def _reach(
+        self,
+        mass: float,
+        sequences: Sequence[_Sequence],
+        columns: list[dict[str, Tensor]],
+    ) -> list[dict[str, Tensor]]:
+        """Returns as many top tokens as a batch needs for a mass, at most 256."""
+        while True:
+            tops = torch.cat([values["top_log_probs"] for values in columns])
+            tops = tops[tops.isfinite().all(-1)]
+            if not len(tops):
+                return columns
+            k = least_k(tops, mass)
+            if k <= self._asked or self._asked == self._most:
+                break
+            self._asked = min(2 * self._asked, self._most)
+            columns = self._score(sequences)
         for values in columns:
             for name in ("top_ids", "top_log_probs"):
                 values[name] = values[name][:, :k].contiguous()
-        # Another batch may need more.
+        # The next batch may need more.
         self._asked = min(2 * k, self._most)
+        return columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

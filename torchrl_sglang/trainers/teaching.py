@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -13,6 +14,8 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.collectors.groups.user_functions import check_call
 from torchrl_sglang.collectors.scheduling.prompts import to_task
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.config import as_config
+from torchrl_sglang.objectives.distillation import refuse_recomputed
 from torchrl_sglang.objectives.divergences import Distillation
 from torchrl_sglang.trainers.arguments import RunArguments
 from torchrl_sglang.trainers.placement import (
@@ -35,6 +38,8 @@ class Teaching:
     def __init__(self, arguments: RunArguments) -> None:
         self.arguments = arguments
         self.distillation: Distillation | None = None
+        self._copies: dict[Any, RLSGLangEngine] = {}
+        """Copies of engines for other ranks, made while their servers were awake."""
         self.teachers: dict[Any, Any] = {}
         """Teachers by the values of ``teacher_key``: an engine, ``STUDENT``, arguments
         of a connection, or ``"model"`` and arguments of servers to start."""
@@ -44,6 +49,10 @@ class Teaching:
         settings = arguments.distillation or Distillation()
         assert isinstance(settings, Distillation)
         self.distillation = settings
+        steps = arguments.minibatches * arguments.epochs_per_batch
+        correction = arguments.correction
+        if steps > 1 and correction is not None and as_config(correction).recomputes:
+            refuse_recomputed(settings)
         teachers, key = arguments.teacher, arguments.teacher_key
         if key is None:
             teachers = {None: teachers}
@@ -57,6 +66,12 @@ class Teaching:
         }
         self._check_prompt()
         self._check_tasks()
+        if self.sleeps and STUDENT in self.teachers.values():
+            raise ConfigurationError(
+                "With colocated=True, teachers whose servers are started have memory "
+                "only while the student's servers sleep, so 'student' cannot be "
+                "another teacher; give an address or an engine of one of them."
+            )
 
     def _read(self, teacher: Any) -> Any:
         """Returns a teacher in the form of :attr:`teachers`."""
@@ -115,9 +130,10 @@ class Teaching:
                 raise unknown_teacher(key, name, self.teachers)
 
     @property
-    def sleeps(self) -> bool:
-        """Whether teachers have memory only while the student's servers sleep."""
-        return self.arguments.colocated and any(map(_starts, self.teachers.values()))
+    def sleeps(self) -> list[Any]:
+        """Names of teachers that have memory only while the student's servers sleep."""
+        started = [name for name, teacher in self.teachers.items() if _starts(teacher)]
+        return started if self.arguments.colocated else []
 
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> dict[Any, Any]:
         """Returns engines by name, without the student's, on the first rank.
@@ -137,6 +153,9 @@ class Teaching:
                     engines[name] = teacher
                 elif teacher != STUDENT:
                     engines[name] = stack.enter_context(self._open(teacher, ranks))
+                    if name in self.sleeps:
+                        self._copies[name] = copy.deepcopy(engines[name])
+                        engines[name].sleep()
 
         ranks.first(open_engines)
         return engines
@@ -156,10 +175,7 @@ class Teaching:
                 seed=self.arguments.seed,
             )
         tell(f"Starting the servers of the teacher {model} ...")
-        engine = AsyncSGLang.from_pretrained(model, **options)
-        if self.arguments.colocated:
-            engine.sleep()
-        return engine
+        return AsyncSGLang.from_pretrained(model, **options)
 
     def _check_tokenizers(self) -> None:
         """Compares the token ids of student and teachers, and their number with k."""
@@ -183,7 +199,9 @@ class Teaching:
         if self.distillation is None:
             return None
         everyone = {name: engines.get(name, student) for name in self.teachers}
-        shared: Any = ranks.share(everyone if ranks.is_first else None)
+        shared: Any = ranks.share(everyone | self._copies if ranks.is_first else None)
+        if ranks.is_first:
+            shared = everyone
         arguments = self.arguments
         return Teacher(
             shared if arguments.teacher_key is not None else shared[None],

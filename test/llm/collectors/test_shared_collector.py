@@ -188,6 +188,14 @@ def test_trees_are_on_one_rank_where_shares_stay_equal():
         assert sum(map(len, paths)) == computed
         assert max(map(len, paths)) <= computed / count + 25
     assert all(len(share) == 1 for share in share_trees(dealt, len(rows)))
+    for row in dealt[:8]:
+        # Nothing of it is trained on.
+        row["masks"] = {"all_assistant_mask": torch.zeros(26, dtype=torch.bool)}
+        row["tokens", "full"][0] = 1
+    for count in (2, 3):
+        shares = share_trees(dealt, count)
+        assert {id(row) for share in shares for row in share} == {*map(id, rows)}
+        assert all(any("masks" not in row for row in share) for share in shares)
     with pytest.raises(ConfigurationError, match="24 responses cannot be shared by 25"):
         share_trees(rows, 25)
 

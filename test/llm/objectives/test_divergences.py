@@ -232,9 +232,9 @@ def test_tokens_that_the_student_lacks_are_others(kind):
 
 
 def test_a_mass_decides_k():
-    log_probs = torch.tensor([[0.5, 0.3, 0.1], [0.7, 0.2, 0.1], [math.nan] * 3]).log()
+    log_probs = torch.tensor([[0.5, 0.3, 0.1], [0.7, 0.2, 0.1]]).log()
     assert [least_k(log_probs, mass) for mass in (0.59, 0.61, 0.84, 0.86, 0.999)] == [
-        *(1, 2, 2, 3, 3)
+        *(1, 2, 2, 3, 4)
     ]
     settings = Distillation(k="mass:0.99")
     assert (settings.mass, settings.num_top(99), settings.num_top(10**5)) == (

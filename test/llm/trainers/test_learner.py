@@ -24,6 +24,7 @@ from torchrl_sglang import (
     GRPO,
     CorrectedGRPOLoss,
     CorrectedGSPOLoss,
+    Distillation,
     Learner,
     RolloutCorrectionConfig,
 )
@@ -197,6 +198,18 @@ def test_the_divergence_is_to_the_reference(make_learner, hf_model, tiny_model_p
         expected = score(hf_model, row["tokens", "full"])
         written = row["masks", "all_assistant_mask"]
         assert (row["x", "full"] - expected)[written].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("estimator", ["sampled", "reward"])
+def test_estimates_need_the_log_probs_that_tokens_were_sampled_with(
+    make_learner, estimator
+):
+    settings = Distillation(estimator=estimator)
+    given = {"loss": {"distillation": settings}, "correct": "decoupled_token_is"}
+    make_learner(**given)
+    with pytest.raises(ConfigurationError, match="replaces it by a recomputed policy"):
+        make_learner(**given, epochs=2)
+    make_learner(loss=given["loss"], epochs=2)
 
 
 def test_a_reference_that_cannot_pack_is_refused_at_once(make_learner, hf_model):

@@ -339,6 +339,26 @@ def test_a_teacher_sleeps_while_the_student_generates_and_trains(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_ranks_score_with_a_teacher_that_sleeps(
+    teacher_path, tiny_model_path, tmp_path
+):
+    """Only the first rank wakes it up."""
+    python = str(write_saver_python(tmp_path))
+    options = {
+        "colocated": True,
+        "engine": {"python": python},
+        "teacher": {"model": teacher_path, "python": python},
+        "distillation": {"k": 16},
+    }
+    arguments = (tiny_model_path, "", tmp_path / "run", 2)
+    run_ranks(PROGRAM, *arguments, json.dumps(options), timeout=380)
+    values = logged(tmp_path / "run", "train/distillation")
+    assert len(values) == 2
+    assert min(values) > 0
+
+
+@pytest.mark.slow
 def test_ranks_score_their_shares(engine, teacher_engine, tiny_model_path, tmp_path):
     options = {"teacher": teacher_engine.server_url, "distillation": {"k": 16}}
     arguments = (tiny_model_path, engine.server_url, tmp_path / "run", 2)
@@ -407,7 +427,18 @@ def test_tasks_choose_teachers_and_prompts(
     scored = teacher(batch)
     ks = {row["teacher", "top_ids"].shape[-1] for row in scored.unbind(0)}
     assert len(ks) == 1
-    assert 1 < ks.pop() < 99
+    assert 1 < (k := ks.pop()) < 99
+    # A batch without tokens of the policy says nothing of the next one.
+    unwritten = batch.clone()
+    for row in unwritten.unbind(0):
+        row["masks", "all_assistant_mask"] = torch.zeros_like(
+            row["masks", "all_assistant_mask"]
+        )
+    teacher(unwritten)
+    # Few tokens were enough for the last batch.
+    teacher._asked = 2
+    again = teacher(batch)
+    assert {row["teacher", "top_ids"].shape[-1] for row in again.unbind(0)} == {k}
     models = {"old": hf_model, "new": teacher_model}
     for row, name in zip(scored.unbind(0), names, strict=True):
         said = [{"role": "user", "content": f"The answer is 8. {name}?"}]
@@ -538,9 +569,28 @@ def test_wrong_teachers_are_refused(engine, fake_engine, tiny_model_path, tmp_pa
         ({"teacher": 3}, "teacher must be"),
         ({"teacher": {"model": "a", "urls": ["http://b"]}}, "either 'model'"),
         ({"teacher": "a", "distillation": {"kk": 8}}, "Did you mean 'k'"),
+        (
+            {
+                "teacher": {"x": "a", "y": "student"},
+                "teacher_key": "name",
+                "teacher_prompt": lambda task: "Hi",
+                "prompts": [{"query": "Hi", "name": "x"}],
+                "colocated": True,
+            },
+            "cannot be another teacher",
+        ),
+        (
+            {
+                "teacher": "a",
+                "distillation": {"estimator": "reward"},
+                "correction": "decoupled_token_is",
+                "minibatches": 2,
+            },
+            "by a recomputed policy",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=message):
-            GRPO(tiny_model_path, **common, **options)
+            GRPO(tiny_model_path, **{**common, **options})
 
 
 def test_a_batch_without_a_teachers_columns_is_refused(batch, hf_model, tokenizer):

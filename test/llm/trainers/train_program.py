@@ -29,8 +29,7 @@ if __name__ == "__main__":
         steps=int(steps),
         lr=2e-3,
         checkpoint_every=2,
-        engine=url,
         output=folder,
         resume="auto",
-        **{"generate_kwargs": {"max_new_tokens": 12}, **options},
+        **{"engine": url, "generate_kwargs": {"max_new_tokens": 12}, **options},
     ).train()

@@ -347,7 +347,9 @@ class _Process:
         for line in _lines(self._popen.stdout, MAX_ANSWER_BYTES):
             try:
                 answer = json.loads(line)["answer"]
-            except (ValueError, LookupError, TypeError):
+                if answer.keys().isdisjoint(("id", "num_tasks", "failure")):
+                    raise ValueError
+            except (ValueError, LookupError, TypeError, AttributeError):
                 # A library printed it while verifiers was imported.
                 printed = line[:LOG_LINE_BYTES].decode(errors="replace")
                 self._log.append(printed.rstrip())
@@ -369,7 +371,8 @@ class _Process:
     def _take(self, answer: dict[str, Any]) -> None:
         if "num_tasks" in answer:
             self.num_tasks = answer["num_tasks"]
-            self._ready.set_result(None)
+            with suppress(InvalidStateError):
+                self._ready.set_result(None)
         elif "id" not in answer:
             self._ready.set_exception(
                 ConfigurationError(
