@@ -255,7 +255,7 @@ def _plan(request: GenerateRequest, capabilities: ServerCapabilities) -> Request
         filters = {"temperature": temperature}
     rows = effective_rows(params, capabilities)
     changing = [row for row in rows.values() if row.neutral]
-    counting = [row for row in rows.values() if row.counts_tokens]
+    counting = {name: row for name, row in rows.items() if row.counts_tokens}
     scores = _needs_scores(request, temperature, bool(changing))
     columns = _plan_columns(request, filters, capabilities)
     return RequestPlan(
@@ -271,7 +271,8 @@ def _plan(request: GenerateRequest, capabilities: ServerCapabilities) -> Request
         ),
         scores=scores if LOG_PROBS not in columns else False,
         resumable=not any(row.needs_grammar for row in rows.values())
-        and all(row.counts_here for row in counting),
+        # A count by the server's default is not known here.
+        and all(row.counts_here and name in params for name, row in counting.items()),
         # A server computes late columns again, with the new weights.
         survives_retraction=not (counting or any(column.late for column in columns)),
         direct=any(SAMPLING_PARAMETERS[name].dropped_by_router for name in params)

@@ -568,7 +568,7 @@ def test_overlong_responses_are_punished():
         ({"optimizer": {"epss": 1}}, "unexpected keyword argument 'epss'"),
         ({"prompts": []}, "prompts is empty"),
         ({"loss": {"clip_epsilom": 2}}, "Did you mean 'clip_epsilon'"),
-        ({"packing": "yes"}, "packing must be 'auto', True or False, got 'yes'"),
+        ({"packing": "yes"}, "packing must be 'auto', 'tree', True or False, got"),
         ({"packing": True, "loss": lambda actor: None}, "give it there"),
         ({"dtype": "float16"}, "dtype='float16' is no type that weights"),
         ({"attn_implementation": "flush"}, "attn_implementation='flush' is not one"),

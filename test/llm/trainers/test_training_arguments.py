@@ -39,7 +39,7 @@ def sgd(parameters):
         ({"loss": {"aggregation": "token_mean"}, "method": "dr_grpo"}, "do not fit"),
         ({"generate_kwargs": ENDLESS, "method": "dr_grpo"}, "max_new_tokens=None"),
         ({"loss": {"correction": "decoupled_token_is"}}, "give correction=... to GRPO"),
-        ({"loss": {"packing": "yes"}}, "packing must be 'auto', True or False"),
+        ({"loss": {"packing": "yes"}}, "packing must be 'auto', 'tree', True or False"),
         ({"loss": {"replay_sampling": "yes"}}, "replay_sampling must be"),
         # These read a metric in each step.
         ({"schedule": "reduce_lr_on_plateau"}, "'reduce_lr_on_plateau' cannot be used"),
