@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,10 @@ def session_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
 
 
 @pytest.fixture
-def engine(session_engine: AsyncSGLang) -> AsyncSGLang:
+def engine(session_engine: AsyncSGLang, tiny_model_path: str) -> Iterator[AsyncSGLang]:
     """A running engine. Tests that change its weights use ``restored_engine``."""
-    return session_engine
+    with unchanged_weights(session_engine, tiny_model_path):
+        yield session_engine
 
 
 @pytest.fixture
@@ -99,15 +101,18 @@ def session_lora_engine(tiny_model_path: str) -> Iterator[AsyncSGLang]:
 
 
 @pytest.fixture
-def lora_engine(session_lora_engine: AsyncSGLang) -> Iterator[AsyncSGLang]:
+def lora_engine(
+    session_lora_engine: AsyncSGLang, tiny_model_path: str
+) -> Iterator[AsyncSGLang]:
     """A running engine that takes LoRA adapters; it has none before and after."""
     from torchrl_sglang import SGLangWeightSyncScheme
 
-    yield session_lora_engine
-    for name in session_lora_engine.adapters:
-        session_lora_engine.unload_adapter(name)
-    if session_lora_engine.base_problem is not None:
-        SGLangWeightSyncScheme(session_lora_engine).create_sender().recover()
+    with unchanged_weights(session_lora_engine, tiny_model_path):
+        yield session_lora_engine
+        for name in session_lora_engine.adapters:
+            session_lora_engine.unload_adapter(name)
+        if session_lora_engine.base_problem is not None:
+            SGLangWeightSyncScheme(session_lora_engine).create_sender().recover()
 
 
 @pytest.fixture
@@ -153,13 +158,8 @@ def hf_model(tiny_model_path: str) -> torch.nn.Module:
 @pytest.fixture
 def restored_engine(engine: AsyncSGLang, tiny_model_path: str) -> Iterator[AsyncSGLang]:
     """An engine whose weights a test may change: they are put back afterwards."""
-    from torchrl_sglang import SGLangWeightSyncScheme
-
     yield engine
-    sender = SGLangWeightSyncScheme(engine).create_sender()
-    # A test may have trained ``hf_model``.
-    sender.update_weights(load_hf_model(tiny_model_path))
-    sender.shutdown()
+    restore_weights(engine, tiny_model_path)
 
 
 class PeftModels:
@@ -211,6 +211,39 @@ def peft_models(tiny_model_path: str) -> PeftModels:
 def score(hf_model: torch.nn.Module) -> Score:
     """Log-probability of each token given those before it; 0.0 for the first."""
     return partial(log_probs.score, hf_model)
+
+
+@contextmanager
+def unchanged_weights(engine: AsyncSGLang, path: str) -> Iterator[None]:
+    """Fails a test after which an engine that others use has other weights."""
+    before = first_log_prob(engine)
+    yield
+    after = first_log_prob(engine)
+    if after != pytest.approx(before, abs=1e-4):
+        restore_weights(engine, path)
+        pytest.fail(
+            f"the engine has other weights than before this test: log-prob {after}, "
+            f"not {before}; use restored_engine"
+        )
+
+
+def first_log_prob(engine: AsyncSGLang) -> float:
+    """Returns the log-prob of the likeliest token after a prompt."""
+    (response,) = engine.generate(
+        input_ids=log_probs.PROMPT,
+        sampling_params={"max_new_tokens": 1, "temperature": 0.0},
+        return_logprobs=True,
+    )
+    return response.log_probs[0]
+
+
+def restore_weights(engine: AsyncSGLang, path: str) -> None:
+    """Sends an engine the weights in a folder, which no test has trained."""
+    from torchrl_sglang import SGLangWeightSyncScheme
+
+    sender = SGLangWeightSyncScheme(engine).create_sender()
+    sender.update_weights(load_hf_model(path))
+    sender.shutdown()
 
 
 def load_hf_model(path: str | Path) -> torch.nn.Module:

@@ -359,9 +359,11 @@ def test_ranks_score_with_a_teacher_that_sleeps(
 
 
 @pytest.mark.slow
-def test_ranks_score_their_shares(engine, teacher_engine, tiny_model_path, tmp_path):
+def test_ranks_score_their_shares(
+    restored_engine, teacher_engine, tiny_model_path, tmp_path
+):
     options = {"teacher": teacher_engine.server_url, "distillation": {"k": 16}}
-    arguments = (tiny_model_path, engine.server_url, tmp_path / "run", 2)
+    arguments = (tiny_model_path, restored_engine.server_url, tmp_path / "run", 2)
     run_ranks(PROGRAM, *arguments, json.dumps(options))
     values = logged(tmp_path / "run", "train/distillation")
     assert len(values) == 2
