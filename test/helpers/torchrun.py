@@ -29,12 +29,15 @@ def run_ranks(
         folder: working directory.
         environment: variables beside this process's.
     """
-    command = [python or trainer_python()]
+    python = python or trainer_python()
+    command = [python]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         # Ports that are free, of this machine alone.
         command += ["--master-port", "0", "--rdzv-backend", "c10d"]
         command += ["--rdzv-endpoint", "localhost:0"]
+        # Otherwise the ranks are started with Python itself, and import everything.
+        command += ["--no-python", python]
     done = subprocess.run(
         [*command, str(program), *map(str, arguments)],
         capture_output=True,

@@ -157,8 +157,16 @@ def trainers(python: Path) -> Kind:
             not arguments[0].startswith("-") or arguments[0] in ("-c", "-m")
         ),
         read_by_imports=(*_LIBRARIES, "LANG", "LC_", "PYTHON"),
-        # Ray sets the second one in a process that has used it.
-        applied_later=frozenset({"OMP_NUM_THREADS", "PYTHONBREAKPOINT", "PYTHONPATH"}),
+        # Ray sets the second one in a process that has used it, and torchrun the last
+        # one for its ranks.
+        applied_later=frozenset(
+            {
+                "OMP_NUM_THREADS",
+                "PYTHONBREAKPOINT",
+                "PYTHONPATH",
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            }
+        ),
         environments=(dict(os.environ),),
         most=1,
     )
