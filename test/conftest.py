@@ -33,6 +33,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray sets it in a process that starts a cluster: programs that were forked from one
 # that had not would have another.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+# Ray's workers have a low priority otherwise, and starve beside other tests.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -58,10 +58,8 @@ def start(request, policy, scheme):
         collector.shutdown()
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.filterwarnings("ignore")  # Ray's own, about futures and processes.
 def test_the_next_collector_updates(start, scheme, caplog):
-    """After one that failed, one that was shut down, and one that was dropped."""
     sender = scheme.create_sender()
     failed = start(rewards=lambda conversation, task: 1 / 0, max_retries=0)
     failed.update_policy_weights_()
@@ -72,24 +70,36 @@ def test_the_next_collector_updates(start, scheme, caplog):
         failed.update_policy_weights_()
     # Its own trainer is told, and nothing was sent.
     assert sender.last_report.version == version
+    collector = start(rewards=lambda conversation, task: 1.0)
+    check_updates(collector)
+    warned = [each for each in caplog.messages if "has ended and counts no" in each]
+    assert len(warned) == 1
+    # shutdown() unregisters, also twice.
+    report = collector.last_sync_report
+    collector.shutdown()
+    collector.shutdown()
+    assert int(sender.update_weights().version) > int(report.version)
+    assert collector.last_sync_report is report
+
+
+@pytest.mark.parametrize("start", ["here"], indirect=True)
+def test_collectors_that_are_gone_count_nothing(start, caplog):
+    """Of one that was shut down, and of one that was dropped, nothing is left."""
     stopped = start(rewards=lambda conversation, task: 1.0)
     stopped.shutdown()
     dropped = weakref.ref(start(rewards=lambda conversation, task: 1.0))
     gc.collect()
     assert dropped() is None
-    collector = start(rewards=lambda conversation, task: 1.0)
+    check_updates(start(rewards=lambda conversation, task: 1.0))
+    assert not [each for each in caplog.messages if "has ended" in each]
+
+
+def check_updates(collector):
     before = collector.policy_version
     for count in (1, 2, 3):
         report = collector.update_policy_weights_()
         assert collector.policy_version == before + count
         assert collector.last_sync_report is report
-    warned = [each for each in caplog.messages if "has ended and counts no" in each]
-    assert len(warned) == 1
-    # shutdown() unregisters, also twice.
-    collector.shutdown()
-    collector.shutdown()
-    assert int(sender.update_weights().version) > int(report.version)
-    assert collector.last_sync_report is report
 
 
 def test_a_collector_that_was_shut_down_sends_nothing(start, scheme):

@@ -148,7 +148,14 @@ def chat_turns(gateway):
     return session.turns
 
 
-@pytest.mark.parametrize("way", WAYS)
+QUICK = {"stateless", "encrypted", "references in a stream", "previous_response_id"}
+"""Of each kind of history one."""
+
+
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[] if way in QUICK else pytest.mark.slow) for way in WAYS],
+)
 def test_the_same_is_recorded_as_of_chat(client, session, chat_turns, score, way):
     converse(client, way)
     assert [turn.token_ids for turn in session.turns] == [

@@ -266,7 +266,7 @@ def test_a_stream_comes_as_it_is_generated(grammar_engine, score, ask):
 
 def test_text_of_plain_completions(grammar_engine):
     with (
-        session_of(grammar_engine, "[a-z]{500}") as session,
+        session_of(grammar_engine, "[a-z]{150}") as session,
         openai_client(session) as client,
     ):
         chunks = client.completions.create(

@@ -21,11 +21,12 @@ ROOT = str(Path(__file__).parents[3])
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_it_runs_from_beginning_to_end(tmp_path, tiny_model_path, mode):
+# Each of its environments is a collector of its own in an asynchronous run.
+@pytest.mark.parametrize(("mode", "num_envs"), [("sync", 2), ("async", 1)])
+def test_it_runs_from_beginning_to_end(tmp_path, tiny_model_path, mode, num_envs):
     folder = copy_recipe(tmp_path / "recipe", tiny_model_path)
     done = subprocess.run(
-        [sys.executable, f"grpo-{mode}.py", f"mode={mode}"],
+        [sys.executable, f"grpo-{mode}.py", f"mode={mode}", f"env.num_envs={num_envs}"],
         cwd=folder,
         env={
             **os.environ,

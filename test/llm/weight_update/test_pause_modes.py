@@ -214,11 +214,13 @@ def boundaries(engine, models, count):
     return found
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+@older_engine_is_slow
+@pytest.mark.parametrize("count", [24, pytest.param(100, marks=pytest.mark.slow)])
 def test_every_token_is_of_the_version_that_its_span_says(any_engine, models, count):
     check_every_token(any_engine, models, count)
 
 
+@older_engine_is_slow
 def test_the_same_weights_again_change_no_token(any_engine, models):
     engine = any_engine
     prompts, lengths = requests_of_many_lengths(12)
@@ -374,6 +376,7 @@ def openai_answer(engine, route, length=LENGTH):
     return getattr(engine, route)({**CHATS[route], **limits}, timeout=120)
 
 
+@older_engine_is_slow
 @pytest.mark.parametrize(
     ("mode", "route"), diagonal(["continue", "in_place", "abort"], CHATS)
 )
