@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import urllib.request
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ from script import print_row, read_options
 from torchrl_sglang import CorrectedGRPOLoss, Distillation, Learner, Teacher
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.cli.bench.timing import Clock, median_seconds
+from torchrl_sglang.errors import UnsupportedByServerError
 from trained_model import make_trained_model
 
 TIMEOUT = 1800.0
@@ -38,6 +40,19 @@ ESTIMATORS = {
     "k=8": Distillation(k=8),
     "k=64": Distillation(k=64),
 }
+
+
+def estimators(engine: Any) -> dict[str, Distillation]:
+    """Returns the estimators that a server's version supports."""
+    found = {}
+    for name, settings in ESTIMATORS.items():
+        try:
+            Teacher(engine, settings)
+        except UnsupportedByServerError as error:
+            print(f"{name}: {error}", file=sys.stderr)
+        else:
+            found[name] = settings
+    return found
 
 
 def prefill(url: str, rows: list[list[int]]) -> None:
@@ -58,7 +73,7 @@ def compare_scores(engine: Any, batch: TensorDictBase, repeats: int) -> None:
     calls: dict[str, Callable[[], Any]] = {
         "raw prefill": lambda: prefill(engine.server_url, rows)
     }
-    for name, settings in ESTIMATORS.items():
+    for name, settings in estimators(engine).items():
         teacher = Teacher(engine, settings)
         calls[name] = lambda teacher=teacher: teacher(batch.copy())
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -98,7 +113,7 @@ def compare_steps(
     """Prints seconds of an optimizer step of GRPO, and of each estimator."""
     limit = 0.0
     print_row("step", "seconds", "of GRPO's", "teacher's")
-    for name, settings in {"GRPO": None, **ESTIMATORS}.items():
+    for name, settings in {"GRPO": None, **estimators(engine)}.items():
         model = make_trained_model(given.student, given.device)
         learner = make_learner(model, engine.get_tokenizer(), engine, settings)
 

@@ -67,13 +67,22 @@ class Work:
     """Those that share the model, each with rows of its own."""
 
 
-def make_batch(work: Work) -> TensorDictBase:
-    """Returns a batch as a collector writes it, with advantages."""
+def make_batch(work: Work, *, prompts_once: bool = False) -> TensorDictBase:
+    """Returns a batch as a collector writes it, with advantages.
+
+    Args:
+        work: the rows.
+        prompts_once: leave a group's prompt out of all responses but one, except for
+            its last token.
+    """
     rows = []
-    for ids in work.rows:
-        response = torch.arange(len(ids)) >= work.prompt
+    for number, row in enumerate(work.rows):
+        ids, prompt = row, work.prompt
+        if prompts_once and number % work.group_size:
+            ids, prompt = row[prompt - 1 :], 1
+        response = torch.arange(len(ids)) >= prompt
         log_probs = torch.where(response, torch.rand(len(ids)).log(), torch.nan)
-        parts = {"prompt": ids[: work.prompt], "response": ids[work.prompt :]}
+        parts = {"prompt": ids[:prompt], "response": ids[prompt:]}
         rows.append(
             TensorDict(
                 tokens=TensorDict(full=ids, **parts),

@@ -1,23 +1,26 @@
 """A step of Learner that trains shared prefixes once, beside the packed step.
 
 Groups of responses share a prompt, whose length makes the ratio of all tokens to the
-distinct ones. The limit is that ratio: for the time of a step, and for the memory
-beyond weights, gradients and optimizer. All responses are one pass, in both kinds of
-step, which are measured in turn.
+distinct ones. The limit is a packed step of the distinct tokens alone: each prompt with
+one of its responses, the other responses without it, so that their attention to it is
+missing. Memory is that beyond weights, gradients and optimizer. All steps have passes
+of at most as many tokens, or one pass for all, and are measured in turn.
 
     python benchmarks/tree.py 0.5b
-    python benchmarks/tree.py 7b --group-size 8 --ratios 1 2 4
+    python benchmarks/tree.py 0.5b --groups 16 --max-tokens-per-pass 65536
     python benchmarks/tree.py tiny --device cpu --response-tokens 32 --repeats 3
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from script import print_row, read_options
 from torchrl_sglang import CorrectedGRPOLoss, Learner
+from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import optimizer_of
@@ -48,17 +51,23 @@ def make_work(model: Any, ratio: float, arguments: Any) -> Work:
         rows=rows,
         prompt=prompt,
         group_size=group,
-        limit=sum(map(len, rows)),
+        limit=arguments.max_tokens_per_pass or sum(map(len, rows)),
         device=arguments.device,
         ranks=TrainerRanks(),
     )
 
 
 def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns a call for one step of each packing, on the same batch."""
-    actor, batch = scorer(work.model, make_tiny_tokenizer()), make_batch(work)
+    """Returns a call for one step of each kind."""
+    actor = scorer(work.model, make_tiny_tokenizer())
+    whole, distinct = make_batch(work), make_batch(work, prompts_once=True)
+    kinds: dict[str, tuple[Packing, Any]] = {
+        "packed": (True, whole),
+        "tree": ("tree", whole),
+        "limit": (True, distinct),
+    }
     steps: dict[str, Any] = {}
-    for packing in (True, "tree"):
+    for name, (packing, batch) in kinds.items():
         loss = CorrectedGRPOLoss(
             actor, clip_epsilon=0.2, entropy_bonus=False, packing=packing
         )
@@ -68,12 +77,12 @@ def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             max_tokens_per_pass=work.limit,
             autocast=work.device == "cuda",
         )
-        steps[str(packing)] = lambda learner=learner: learner.train(batch, 0)
+        steps[name] = partial(learner.train, batch, 0)
     return steps
 
 
 def main() -> None:
-    """Prints, for each ratio, speed and memory of the tree as shares of the ideal."""
+    """Prints, for each ratio, seconds and memory of each kind of step."""
     arguments = read_options(
         __doc__,
         model="0.5b",
@@ -81,13 +90,14 @@ def main() -> None:
         groups=1,
         group_size=16,
         response_tokens=256,
+        max_tokens_per_pass=0,
         ratios=(1.0, 2.0, 4.0, 8.0),
         repeats=15,
     )
     torch.manual_seed(0)
     model = make_trained_model(arguments.model, arguments.device)
     optimizer = optimizer_of(None, 1e-9)(model.parameters())
-    print_row("ratio", "tokens", "packed s", "tree s", "of ideal", "memory of ideal")
+    print_row("ratio", "tokens", "packed s", "tree s", "limit s", "faster", "of limit")
     for wanted in arguments.ratios:
         work = make_work(model, wanted, arguments)
         steps = make_steps(work, optimizer)
@@ -95,17 +105,19 @@ def main() -> None:
         fixed = 0
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
-            fixed = torch.cuda.memory_allocated()
-        found = measure(steps, work, arguments.repeats)
-        (packed, full), (tree, shared) = found["True"], found["tree"]
-        saved: object = "-"
-        if fixed:
             # Gradients are there at the peak, too.
-            fixed += sum(p.numel() * p.element_size() for p in model.parameters())
-            saved = (full - fixed) / (shared - fixed) / ratio
-        print_row(
-            f"{ratio:.2f}", work.limit, packed, tree, packed / tree / ratio, saved
-        )
+            fixed = torch.cuda.memory_allocated() + sum(
+                p.numel() * p.element_size() for p in model.parameters()
+            )
+        found = measure(steps, work, arguments.repeats)
+        seconds = [found[name][0] for name in steps]
+        packed, tree, limit = seconds
+        count = sum(map(len, work.rows))
+        print_row(f"{ratio:.2f}", count, *seconds, packed / tree, limit / tree)
+        if fixed:
+            sizes = [(found[name][1] - fixed) / 1e9 for name in steps]
+            packed, tree, limit = sizes
+            print_row("  GB", "", *sizes, packed / tree, limit / tree)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def packed_attention(
     if path_nodes is None:
         cu_seq_lens_k, max_length_k = cu_seq_lens_q, max_length_q
     else:
-        key, value = (x.index_select(2, path_nodes) for x in (key, value))
+        key, value = (_along_paths(x, path_nodes) for x in (key, value))
     assert cu_seq_lens_k is not None
     bounds = cu_seq_lens_q, cu_seq_lens_k
     kernel = None if dropout else _kernel()
@@ -106,6 +106,31 @@ def packed_attention(
         *rows, *bounds, max_length_q, max_length_k, scale=scaling, window=window
     )
     return output.unsqueeze(0), None
+
+
+class _AlongPaths(torch.autograd.Function):
+    """Selects the tokens of paths; a token's gradient is summed in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, path_nodes: Tensor) -> Tensor:
+        ctx.save_for_backward(path_nodes)
+        ctx.shape = states.shape
+        return states.index_select(2, path_nodes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (path_nodes,) = ctx.saved_tensors
+        (gradient,) = gradients
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        # Rows of tokens, as the kernel returns them.
+        rows = gradient.transpose(1, 2).to(dtype).flatten(2)[0]
+        _, heads, tokens, dimension = ctx.shape
+        sums = rows.new_zeros(tokens, rows.shape[-1]).index_add_(0, path_nodes, rows)
+        shaped = sums.view(1, tokens, heads, dimension).transpose(1, 2)
+        return shaped.to(gradient.dtype), None
+
+
+_along_paths: Callable[[Tensor, Tensor], Tensor] = _AlongPaths.apply
 
 
 def _attend(
@@ -166,11 +191,9 @@ def _kernel() -> Callable[..., Tensor] | None:
         window: int,
     ) -> Tensor:
         options: dict[str, Any] = {"scale": scale, "window_size": (window, 0)}
-        times = query.shape[1] // key.shape[1]
-        if times > 1 and "enable_gqa" in parameters:
+        # Without the argument fewer heads of keys need no permission.
+        if query.shape[1] > key.shape[1] and "enable_gqa" in parameters:
             options["enable_gqa"] = True
-        elif times > 1:
-            key, value = (e.repeat_interleave(times, 1) for e in (key, value))
         output = varlen_attn(query, key, value, *bounds, **options)
         assert isinstance(output, Tensor)
         return output

@@ -130,7 +130,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
             padding. ``"tree"`` also computes a prefix that sequences share once, with
             the same gradient: the prompt of a group, or the turns of a conversation.
             False pads them. ``"auto"`` packs if the model can, and
-            :attr:`padded_because` has the reason if not. A model whose attention is
+            :attr:`padded_because` has the reason if not; :class:`.Learner` sets
+            :attr:`trees` for batches where that pays. A model whose attention is
             ``"sdpa"`` gets ``"torchrl_sglang_packed"`` instead, which is the same for
             other rows; FlashAttention and flex attention remain. Defaults to
             ``"auto"``.
@@ -207,6 +208,8 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
         self.version_key = version_key
         self.consumer_version = consumer_version
         self.packing = packing
+        self.trees = packing == "tree"
+        """Whether a packed pass runs once on what sequences share."""
         self.replay_sampling = replay_sampling
         self.distillation = distillation
         if distillation is not None:
@@ -511,7 +514,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 self.distillation, tensordict, tokens, self._vocabulary
             )
         if self.packs:
-            options["tree"] = self.packing == "tree"
+            options["tree"] = self.trees
             terms = packed_terms(actor.model, tokens, attention, mask, **options)
         else:
             terms = padded_terms(actor, tokens, attention, mask, **options)

@@ -126,6 +126,17 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     return reason
 
 
+def can_share(model: Any) -> bool:
+    """Returns whether a packed model may run once on what sequences share.
+
+    With dropout, what is shared would have one draw for all of them.
+    """
+    base = _base(model)
+    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    dropouts.append(getattr(base.config, "attention_dropout", None) or 0.0)
+    return base.config._attn_implementation == PACKED and not any(dropouts)
+
+
 def packed_terms(
     model: Any,
     tokens: Tensor,

@@ -232,7 +232,7 @@ class RunArguments:
     packing: Annotated[Packing, check_packing] = "auto"
     """Whether passes have responses without padding, as for
     :class:`.CorrectedGRPOLoss`; ``"auto"``: if the model supports it; ``"tree"``: and
-    the prefixes that they share once."""
+    the prefixes that they share once, as ``"auto"`` has it where that pays."""
     clip_grad_norm: Annotated[float | None, check_positive] = 1.0
     """Largest norm of a gradient; None for no limit."""
     lora: Options = None

@@ -39,13 +39,13 @@ from torchrl_sglang.objectives.columns import (
 from torchrl_sglang.objectives.correct import NOT_SCORED
 from torchrl_sglang.objectives.distillation import TEACHER, refuse_recomputed
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
-from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
+from torchrl_sglang.objectives.packing import can_share, packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import EXPERTS, replay_of, replaying
 from torchrl_sglang.objectives.sampling import padded_terms
 from torchrl_sglang.objectives.support import SAMPLING_KEYS, Drawn, warn_of_sampling
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
-from torchrl_sglang.objectives.tree import cut_tree
+from torchrl_sglang.objectives.tree import TREES_PAY, cut_tree
 from torchrl_sglang.recording.recorder import RunRecorder
 from torchrl_sglang.support.checks import check_count, check_positive, refuse_unknown
 from torchrl_sglang.support.log import torchrl_logger
@@ -97,7 +97,9 @@ class Learner:
     Responses are cut into passes by their *tokens*, so that memory is bounded whatever
     their lengths; the gradient is that of all of them together, over all ranks. A loss
     that packs (``CorrectedGRPOLoss(packing=...)``) has no padding in these passes; with
-    ``packing="tree"``, tokens that responses share count once.
+    ``packing="tree"``, tokens that responses share count once. With ``"auto"`` they do
+    in batches with at least 1.5 times as many tokens as distinct ones, if a batch is
+    one minibatch and the model has no dropout.
 
     Args:
         loss: a :class:`.CorrectedGRPOLoss` or one of its kind, around the actor; or a
@@ -199,6 +201,16 @@ class Learner:
         if self._packs and isinstance(reference, nn.Module):
             # Refused here, not when the first batch was collected.
             prepare_packing(reference, loss.packing)
+        self._chooses_trees = (
+            self._packs
+            and getattr(loss, "packing", False) == "auto"
+            and minibatches == 1
+            and all(
+                can_share(model)
+                for model in (self.model, reference)
+                if isinstance(model, nn.Module)
+            )
+        )
         self._one_pass = minibatches == epochs == 1 and needs_no_pass(loss, correct)
         distillation = getattr(loss, "distillation", None)
         if correct is not None and distillation is not None and not self._one_pass:
@@ -245,8 +257,8 @@ class Learner:
             :class:`.SFTLoss`, without a loss token. A batch of such responses alone
             changes nothing. ``train/flipped_experts``, where routing is
             replayed, is the share of choices of experts that routers would have made
-            otherwise. ``train/tree_ratio``, with ``packing="tree"``, is the number of
-            tokens over those that the model computed.
+            otherwise. ``train/tree_ratio``, where tokens that responses share are
+            computed once, is the number of tokens over those that the model computed.
 
         Raises:
             ConfigurationError: if the batch has no ``"advantage"``, no tokens or no
@@ -283,6 +295,7 @@ class Learner:
         if (replay := replay_of(self.model)) is not None:
             replay.reset()
         self._ranks_in_step.together(lambda: self._check_columns(rows))
+        self._choose_trees(rows)
         self._add_log_probs(rows)
         sums: dict[str, list[float]] = defaultdict(list)
         for epoch in range(self._epochs):
@@ -488,6 +501,16 @@ class Learner:
 
     def _sort(self, rows: TensorDictBase) -> list[tuple[int, int]]:
         return sort_rows(rows, by_experts=replay_of(self.model) is not None)
+
+    def _choose_trees(self, rows: TensorDictBase) -> None:
+        """Has passes run once on what rows share, if all ranks' rows share enough."""
+        if not self._chooses_trees:
+            return
+        counts = self._ranks_in_step.together(
+            lambda: count_tokens(rows, self._sort(rows))
+        )
+        total, distinct = map(sum, zip(*self.ranks.gather(counts), strict=True))
+        self._as_trees = self.loss.trees = total >= TREES_PAY * distinct
 
     def _tree_ratio(
         self, rows: TensorDictBase, passes: list[TensorDictBase]

@@ -529,6 +529,9 @@ def test_the_command_line(tiny_model_path, capsys):
     assert "Trainer: 1 GPU of its own" in text
     assert "Servers: 1 server of tp_size=1" in text
     assert f"python examples/grpo/train.py run.yaml model={tiny_model_path}" in text
+    assert main([*words, "24", "--gpus", "1", "--prompt", "96"]) == 0
+    # Of 8 * 128 tokens, 96 + 8 * 32 are distinct.
+    assert "has 2.91 times as many tokens" in capsys.readouterr().out
     assert main([*words, "24", "--gpus", "2", "--json", "--place", "colocated"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["place"], found["ranks"]) == ("colocated", 2)
@@ -556,6 +559,7 @@ def test_a_configuration_file(tiny_model_path, tmp_path, capsys):
         (["--model", "./nothere"], "There is no model folder './nothere'"),
         (["--gpu-memory", "0.001"], "less than the 2 GiB of a GPU that CUDA takes"),
         (["--sequence", "100000"], "is more than the"),
+        (["--sequence", "9", "--prompt", "9"], "leaves no token of --sequence 9"),
     ],
 )
 def test_invalid_arguments_are_refused(words, message, tiny_model_path, capsys):

@@ -314,9 +314,8 @@ def test_the_update_is_that_of_padded_passes(make_learner, kind, tiny_model_path
         assert metrics["train/tree_ratio"] == pytest.approx(ratio, rel=0.1)
 
 
-@pytest.mark.parametrize("limit", [10_000, 30, 22])
-def test_rows_with_a_common_prefix_are_in_one_minibatch(make_learner, limit, caplog):
-    """Four groups of four, with prompts of 20 tokens and responses of one."""
+def make_groups():
+    """Four groups of four responses of one token, to prompts of 20."""
     batch = make_batch([0.0, 1.0, 1.0, 0.2] * 4, [1] * 16)
     for number, row in enumerate(batch.unbind(0)):
         for name in ("tokens", "masks", "log_probs"):
@@ -325,6 +324,12 @@ def test_rows_with_a_common_prefix_are_in_one_minibatch(make_learner, limit, cap
                     row[name, key] = torch.cat([value[:1]] * 17 + [value])
         row["tokens", "full"][:20] = 5 + number // 4
         row["tokens", "prompt"] = row["tokens", "full"][:20]
+    return batch
+
+
+@pytest.mark.parametrize("limit", [10_000, 30, 22])
+def test_rows_with_a_common_prefix_are_in_one_minibatch(make_learner, limit, caplog):
+    batch = make_groups()
     learner = make_learner(
         loss={"packing": "tree"}, minibatches=2, max_tokens_per_pass=limit
     )
@@ -338,6 +343,33 @@ def test_rows_with_a_common_prefix_are_in_one_minibatch(make_learner, limit, cap
     else:
         assert metrics["train/tree_ratio"] == pytest.approx(ratio)
         assert "Trees are cut" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["plain", "reference", "steps", "dropout"])
+def test_prefixes_are_shared_where_that_pays(make_learner, kind, tiny_model_path):
+    """Unless a batch takes several steps, or each response has its own dropout."""
+    batch, found = make_groups(), []
+    for packing in (False, "auto"):
+        given = {"steps": {"minibatches": 2}}.get(kind, {})
+        loss = {"packing": packing}
+        if kind == "reference":
+            given["reference"] = load_model(tiny_model_path, device=CPU)
+            loss["kl_to_ref_coeff"] = 0.1
+        learner = make_learner(
+            optimizer=torch.optim.SGD, lr=10.0, clip_grad_norm=None, loss=loss, **given
+        )
+        if kind == "dropout":
+            learner.model.config.attention_dropout = 0.1
+            learner = Learner(learner.loss, learner.optimizer)
+        before = weights(learner)
+        torch.manual_seed(0)
+        metrics = learner.train(batch, 0)
+        found.append(weights(learner) - before)
+        shares = packing == "auto" and kind in ("plain", "reference")
+        assert ("train/tree_ratio" in metrics) == shares
+    assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
+    metrics = learner.train(make_batch([0.0, 1.0, 1.0, 0.2], [20, 30, 25, 28]), 0)
+    assert "train/tree_ratio" not in metrics
 
 
 CORRECTIONS = {

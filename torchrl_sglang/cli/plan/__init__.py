@@ -54,6 +54,8 @@ def add_command(commands: Any) -> Parser:
     add("--gpu-memory", type=positive_float, metavar="GIB", help=text)
     text = "tokens of the longest prompt with its response (default: %(default)s)"
     add("--sequence", default=2048, help=text, **number)
+    text = "tokens of it that are prompt, to see what its responses share"
+    add("--prompt", help=text, **number)
     text = "responses to a prompt (default: %(default)s)"
     add("--group-size", default=8, help=text, **number)
     text = "prompts of a batch (default: %(default)s)"
@@ -89,6 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
             f"--sequence {arguments.sequence} is more than the {shape.positions} "
             f"tokens that {arguments.model} was made for; give less."
         )
+    if arguments.prompt is not None and arguments.prompt >= arguments.sequence:
+        raise ConfigurationError(
+            f"--prompt {arguments.prompt} leaves no token of --sequence "
+            f"{arguments.sequence} for a response; give less, or longer sequences."
+        )
     memory = arguments.gpu_memory or _memory_here()
     cluster = Cluster(
         gpus=arguments.gpus, per_node=arguments.gpus_per_node, memory=memory * GIB
@@ -100,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     work = Workload(
         sequence=arguments.sequence,
+        prompt=arguments.prompt,
         group_size=arguments.group_size,
         groups_per_batch=arguments.groups_per_batch,
         lora=arguments.lora,

@@ -45,6 +45,8 @@ class Workload:
 
     sequence: int = 2048
     """Tokens of the longest prompt with its response."""
+    prompt: int | None = None
+    """Tokens of that prompt, if known."""
     group_size: int = 8
     """Responses to a prompt."""
     groups_per_batch: int = 16
@@ -64,6 +66,12 @@ class Workload:
     def responses(self) -> int:
         """Responses of a batch."""
         return self.group_size * self.groups_per_batch
+
+    @property
+    def tree_ratio(self) -> float:
+        """Tokens of a group over its distinct ones."""
+        tokens = self.group_size * self.sequence
+        return tokens / (tokens - (self.group_size - 1) * (self.prompt or 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

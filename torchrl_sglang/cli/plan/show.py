@@ -16,6 +16,7 @@ from torchrl_sglang.cli.plan.memory import (
     trainer_memory,
 )
 from torchrl_sglang.cli.plan.shapes import Shape
+from torchrl_sglang.objectives.tree import TREES_PAY
 
 WIDTH = 36
 
@@ -139,6 +140,12 @@ def _head(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
         f"Batches of {work.responses} responses of at most {work.sequence:,} tokens "
         f"with their prompts."
     )
+    if work.prompt is not None:
+        yield (
+            f"A step has {work.tree_ratio:.2f} times as many tokens as distinct ones, "
+            f"which are computed once with packing='tree', and with 'auto' from "
+            f"{TREES_PAY:g} on."
+        )
     if work.group_size == 1:
         yield (
             "A group of one response has no other to be compared with: its advantage "
