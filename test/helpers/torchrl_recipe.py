@@ -73,6 +73,12 @@ TORCHRL = (
         "total_frames=cfg.train.total_dialog_turns,",
         "total_frames=cfg.train.total_dialog_turns - cfg.env.repeats,",
     ),
+    # A trainer that comes late finds turns overwritten, and waits for others at the end.
+    Replacement(
+        (ASYNC,),
+        "total_dialog_turns=cfg.train.total_dialog_turns,",
+        "total_dialog_turns=-1,",
+    ),
 )
 """What does not work with the installed versions of TorchRL and its packages, and has
 nothing to do with this package."""
