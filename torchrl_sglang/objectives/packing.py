@@ -126,8 +126,8 @@ def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     return reason
 
 
+def can_share(model: Any) -> bool:
     """Returns whether a packed model may compute shared prefixes once.
-    """Returns whether a packed model may run once on what sequences share.
 
     With dropout, what is shared would have one draw for all of them.
     """

@@ -502,8 +502,8 @@ class Learner:
     def _sort(self, rows: TensorDictBase) -> list[tuple[int, int]]:
         return sort_rows(rows, by_experts=replay_of(self.model) is not None)
 
+    def _choose_trees(self, rows: TensorDictBase) -> None:
         """Has passes compute shared prefixes once, if all ranks' rows share enough."""
-        """Has passes run once on what rows share, if all ranks' rows share enough."""
         if not self._chooses_trees:
             return
         counts = self._ranks_in_step.together(
