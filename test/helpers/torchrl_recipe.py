@@ -73,7 +73,7 @@ TORCHRL = (
         "total_frames=cfg.train.total_dialog_turns,",
         "total_frames=cfg.train.total_dialog_turns - cfg.env.repeats,",
     ),
-    # A trainer that comes late finds turns overwritten, and waits for others at the end.
+    # A trainer that comes late finds turns overwritten, and would wait for others.
     Replacement(
         (ASYNC,),
         "total_dialog_turns=cfg.train.total_dialog_turns,",
