@@ -154,13 +154,24 @@ def spread_tree(
             low = middle + 1
         else:
             high = middle
-    groups = _fill(order, lengths, high)
-    while len(groups) < min(count, len(order)):
-        largest = max(groups, key=len)
-        half = len(largest) // 2
-        groups.remove(largest)
-        groups += [largest[:half], largest[half:]]
+    groups = halve_largest(_fill(order, lengths, high), min(count, len(order)))
     return [sorted(group) for group in groups]
+
+
+def halve_largest(groups: Sequence[list[int]], count: int) -> list[list[int]]:
+    """Returns at least ``count`` groups; the largest ones are halved.
+
+    Examples:
+        >>> halve_largest([[0], [1, 2, 3]], 3)
+        [[0], [1], [2, 3]]
+    """
+    halved = list(groups)
+    while len(halved) < count:
+        largest = max(halved, key=len)
+        half = len(largest) // 2
+        halved.remove(largest)
+        halved += [largest[:half], largest[half:]]
+    return halved
 
 
 def _common(row: np.ndarray, other: np.ndarray) -> int:

@@ -11,7 +11,7 @@ from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.routing import EXPERTS
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
-from torchrl_sglang.objectives.tree import node_values, sorted_rows
+from torchrl_sglang.objectives.tree import halve_largest, node_values, sorted_rows
 
 
 def cut_by_tokens(
@@ -38,11 +38,7 @@ def cut_by_tokens(
         parts = _pack(lengths, order, limit, least)
     else:
         parts = _pad(lengths, order, limit)
-    while len(parts) < min(least, len(lengths)):
-        largest = max(parts, key=len)
-        half = len(largest) // 2
-        parts.remove(largest)
-        parts += [largest[:half], largest[half:]]
+    parts = halve_largest(parts, min(least, len(lengths)))
     size = sum if packed else max
     parts.sort(key=lambda part: size(lengths[index] for index in part))
     return [sorted(part) for part in parts]
