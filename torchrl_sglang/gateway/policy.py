@@ -62,6 +62,8 @@ class Sampling:
     """LoRA adapter; ``None`` for the engine's default."""
     priority: int | None = None
     """Priority in a server's queue; ``None`` for the session's."""
+    decodes: bool = True
+    """Return the text of the responses."""
     keeps_aborted: bool = False
     """Return the tokens of an aborted response instead of an error."""
 
@@ -175,10 +177,10 @@ class Policy:
             token_columns=self.token_columns,
             logprobs_mode=self.logprobs_mode,
         )
-        requests = [
-            replace(request, sampling_params=with_sample_seed(sampling.params, index))
-            for index in range(sampling.number)
-        ]
+        requests = [request]
+        for index in range(1, sampling.number):
+            params = with_sample_seed(sampling.params, index)
+            requests.append(replace(request, sampling_params=params))
         followed: list[asyncio.Task[None]] = []
         if progress is not None:
             progress.begin(prompt.num_tokens)
@@ -211,7 +213,10 @@ class Policy:
             else:
                 completions.append(outcome)
         return await asyncio.gather(
-            *(self._read(completion, prompt, ends) for completion in completions)
+            *(
+                self._read(completion, prompt, ends, decodes=sampling.decodes)
+                for completion in completions
+            )
         )
 
     def _ends(self, sampling: Sampling) -> EndTokens:
@@ -252,10 +257,16 @@ class Policy:
         return parts.get("reasoning_text") or "", content or ""
 
     async def _read(
-        self, completion: Completion, prompt: Prompt, ends: EndTokens
+        self,
+        completion: Completion,
+        prompt: Prompt,
+        ends: EndTokens,
+        *,
+        decodes: bool,
     ) -> PolicyReply:
-        ids = completion.token_ids
-        text = self.template.decode(ids[:-1] if ends.drop_last(ids) else ids)
+        ids, text = completion.token_ids, ""
+        if decodes:
+            text = self.template.decode(ids[:-1] if ends.drop_last(ids) else ids)
         content = without_stop(text, completion.matched_stop)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if prompt.new_text is None:

@@ -70,11 +70,10 @@ class RequestReader:
         # The client's own template variables take precedence.
         variables |= request.setting.template_kwargs
         self._log(ignored)
-        return replace(
-            request,
-            setting=replace(request.setting, template_kwargs=variables),
-            ignored=tuple(dict.fromkeys(ignored)),
-        )
+        if variables:
+            setting = replace(request.setting, template_kwargs=variables)
+            request = replace(request, setting=setting)
+        return replace(request, ignored=tuple(dict.fromkeys(ignored)))
 
     def _log(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._named]

@@ -75,6 +75,8 @@ class Request:
     """Return the reasoning."""
     edits: bool = False
     """Return the edits of the conversation: none."""
+    decodes: bool = True
+    """Return the text of the responses; sessions always have it."""
     keep: bool = False
     """Keep the answer, for clients to retrieve and continue."""
     name: str = ""

@@ -172,7 +172,8 @@ class Responder(abc.ABC):
                 max_new_tokens if isinstance(max_new_tokens, int) else tokens_left,
                 max(tokens_left, 1),
             )
-        return replace(request.sampling, params=params)
+        decodes = request.decodes or bool(session.name)
+        return replace(request.sampling, params=params, decodes=decodes)
 
     async def _prompt(self, session: Session, request: Request) -> Prompt:
         """Returns a prompt; one that takes longer is made beside the event loop."""

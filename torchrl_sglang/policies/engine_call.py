@@ -263,8 +263,8 @@ def turn_end_tokens(
     ends = frozenset(params.get("stop_token_ids", ()))
     if not params.get("ignore_eos"):
         ends |= eos
-    if tokenizer is not None:
+    if tokenizer is not None and params.get("stop"):
         special = set(tokenizer.all_special_ids)
-        ends |= special & _single_tokens(params.get("stop", ()), tokenizer)
+        ends |= special & _single_tokens(params["stop"], tokenizer)
     written = frozenset[int]() if template is None else template.end_ids
     return EndTokens(ends=ends, dropped=ends & (eos | written))

@@ -146,6 +146,10 @@ class Generation:
         finished: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         tickets = [run.ticket for run in runs.values()]
         with self._dispatcher.in_flight.registered(tickets):
+            if len(runs) == 1:
+                ((index, run),) = runs.items()
+                yield index, await _finish(run, index, deadline)
+                return
             prefills: dict[int, asyncio.Task[None]] = {}
             for group in sharing_prompts(plans):
                 work = runs[group[0]].prefill()
@@ -159,9 +163,8 @@ class Generation:
                 task.add_done_callback(finished.put_nowait)
             try:
                 while pending:
-                    seconds = max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
                     try:
-                        async with asyncio.timeout(seconds):
+                        async with asyncio.timeout(_time_left(deadline)):
                             task = await finished.get()
                     except TimeoutError:
                         for task, index in pending.items():
@@ -176,18 +179,42 @@ class Generation:
                 await asyncio.gather(*started, return_exceptions=True)
 
 
-def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:
-    """Returns the outcome of a request, which knows its index if it is an error."""
-    if not task.done():
-        return ServerTimeoutError(
-            "The timeout of the batch ended before this request was answered."
-        )
+def _time_left(deadline: float) -> float:
+    """Returns the seconds until a batch ends without its requests' own timeouts."""
+    return max(deadline - time.monotonic(), 0.0) + GRACE_SECONDS
+
+
+async def _finish(run: RequestRun, index: int, deadline: float) -> Outcome:
+    """Returns the outcome of the only request of a batch."""
     try:
-        outcome = task.result()
-    except UserCodeError as error:
-        raise error.error from error.error.__cause__
-    except SGLangError as error:
-        outcome = error
+        async with asyncio.timeout(_time_left(deadline)):
+            return _settle(await run.run(None), index)
+    except (UserCodeError, SGLangError) as error:
+        return _settle(error, index)
+    except TimeoutError:
+        return _late()
+
+
+def _outcome(task: asyncio.Task[Outcome], index: int) -> Outcome:
+    """Returns the outcome of a request of several."""
+    if not task.done():
+        return _late()
+    try:
+        return _settle(task.result(), index)
+    except (UserCodeError, SGLangError) as error:
+        return _settle(error, index)
+
+
+def _late() -> ServerTimeoutError:
+    return ServerTimeoutError(
+        "The timeout of the batch ended before this request was answered."
+    )
+
+
+def _settle(outcome: Outcome | UserCodeError, index: int) -> Outcome:
+    """Returns an outcome, which knows its index if it is an error."""
+    if isinstance(outcome, UserCodeError):
+        raise outcome.error from outcome.error.__cause__
     if isinstance(outcome, (GenerationAbortedError, RequestRefusedError)):
         return outcome.replace(index=index)
     return outcome

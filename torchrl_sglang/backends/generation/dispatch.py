@@ -254,7 +254,9 @@ class Dispatcher:
 
     def _traced(self) -> dict[str, str]:
         """Returns headers with which servers that trace continue a trace."""
-        return traced_headers() if self.capabilities.args.enable_trace else {}
+        # Reading the arguments takes longer.
+        headers = traced_headers()
+        return headers if headers and self.capabilities.args.enable_trace else {}
 
     async def _stream(
         self,

@@ -43,6 +43,7 @@ from torchrl_sglang.gateway.routes.content import (
 )
 from torchrl_sglang.gateway.routes.sending import Stream, send_answer
 from torchrl_sglang.gateway.session import Session
+from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import continuing
 
@@ -103,7 +104,9 @@ class SessionRoutes:
         parsed = await self._read(endpoint, request, session)
         number = await self._gateway.count(session, parsed)
         assert endpoint.count is not None
-        return json_response(endpoint.count(number), headers=_headers(parsed))
+        return json_response(
+            endpoint.count(number), headers=_headers(parsed, parsed.request_id)
+        )
 
     async def _read(
         self, endpoint: Endpoint, request: web.Request, session: Session
@@ -111,8 +114,11 @@ class SessionRoutes:
         read = endpoint.read
         if endpoint.recalls:
             read = partial(read, recall=session.answered)
-        latest = self._latest.setdefault(session, LatestMessages())
-        return self._gateway.read(read, latest.share(await read_json(request)))
+        body = await read_json(request)
+        if session.name:
+            latest = self._latest.setdefault(session, LatestMessages())
+            body = latest.share(body)
+        return self._gateway.read(read, body)
 
     async def look_up(self, lookup: Lookup, request: web.Request) -> web.StreamResponse:
         """Returns an earlier answer of a session."""
@@ -172,9 +178,6 @@ class SessionRoutes:
         """Returns responses, whole or as a stream."""
         session = self.access.session(request)
         parsed = await self._read(endpoint, request, session)
-        content = request.path.encode() + await read_body(request)
-        digest = digest_of(request.headers, content)
-        assert endpoint.write is not None
         info = AnswerInfo(
             name=secrets.token_hex(12),
             created=int(time.time()),
@@ -184,19 +187,23 @@ class SessionRoutes:
             parsed,
             request_id=_request_id(parsed.request_id, request, info),
             name=info.name,
-            digest=digest,
             about={**parsed.about, "created_at": info.created},
         )
-        answers = self._answers.setdefault(session, Answers())
         progress = Progress() if parsed.stream else None
+        send = partial(self._send, endpoint, request, parsed, progress)
         try:
+            if not session.name:
+                # Nothing is kept of it, so that no later request can repeat it.
+                answer = self._respond(request, session, parsed, progress)()
+                return await send(answer, info)
+            content = request.path.encode() + await read_body(request)
+            digest = digest_of(request.headers, content)
+            parsed = replace(parsed, digest=digest)
+            answers = self._answers.setdefault(session, Answers())
             async with answers.to(
                 request.headers,
                 digest,
-                continuing(
-                    request.headers,
-                    partial(self._gateway.respond, session, parsed, progress),
-                ),
+                self._respond(request, session, parsed, progress),
                 keep=partial(self._gateway.keeper.keep, session),
                 withdraw=partial(self._gateway.keeper.withdraw, session),
                 recorded=partial(self._recorded, session, digest),
@@ -204,23 +211,49 @@ class SessionRoutes:
                 request_id=str(parsed.request_id),
                 info=info,
             ) as answer:
-                write = endpoint.write(parsed, answer.info)
                 # A repeated request has the id of the first.
-                headers = _headers(replace(parsed, request_id=answer.request_id))
-                if progress is not None:
-                    stream = Stream(
-                        request,
-                        answer,
-                        write,
-                        progress,
-                        dialect=self.access.dialect(request),
-                        seconds=self._gateway.keep_alive_seconds,
-                    )
-                    return await stream.send(headers)
-                return await send_answer(request, answer, write, headers)
+                return await send(answer, answer.info, request_id=answer.request_id)
         except ConnectionResetError:
             torchrl_logger.debug("A client has hung up.")
             return web.Response()
+
+    def _respond(
+        self,
+        request: web.Request,
+        session: Session,
+        parsed: Request,
+        progress: Progress | None,
+    ) -> Callable[[], Awaitable[list[Turn]]]:
+        """Returns a call that generates the responses, within the client's trace."""
+        respond = partial(self._gateway.respond, session, parsed, progress)
+        return continuing(request.headers, respond)
+
+    async def _send(
+        self,
+        endpoint: Endpoint,
+        request: web.Request,
+        parsed: Request,
+        progress: Progress | None,
+        answer: Awaitable[list[Turn]],
+        info: AnswerInfo,
+        *,
+        request_id: str | None = None,
+    ) -> web.StreamResponse:
+        """Sends an answer, whole or as a stream."""
+        assert endpoint.write is not None
+        write = endpoint.write(parsed, info)
+        headers = _headers(parsed, request_id or parsed.request_id)
+        if progress is None:
+            return await send_answer(request, answer, write, headers)
+        stream = Stream(
+            request,
+            answer,
+            write,
+            progress,
+            dialect=self.access.dialect(request),
+            seconds=self._gateway.keep_alive_seconds,
+        )
+        return await stream.send(headers)
 
     def _recorded(self, session: Session, digest: str) -> list[Answer]:
         """Returns a session's latest answers to equal requests."""
@@ -240,11 +273,11 @@ class SessionRoutes:
         ]
 
 
-def _headers(request: Request) -> dict[str, str]:
+def _headers(request: Request, request_id: str | None) -> dict[str, str]:
     """Returns the headers with a request's id, and its fields without effect."""
     headers = {IGNORED: ", ".join(request.ignored)} if request.ignored else {}
-    if request.request_id is not None:
-        headers |= dict.fromkeys(ANSWERED_IDS, request.request_id)
+    if request_id is not None:
+        headers |= dict.fromkeys(ANSWERED_IDS, request_id)
     return headers
 
 

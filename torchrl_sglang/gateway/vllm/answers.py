@@ -8,14 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from torchrl_sglang.gateway.dialects.base import AnswerInfo, Writer, event
-from torchrl_sglang.gateway.dialects.openai import (
-    CompletionWriter,
-    logprob_rows,
-    usage_fields,
-)
+from torchrl_sglang.gateway.dialects.openai import CompletionWriter, usage_fields
 from torchrl_sglang.gateway.request import Request, Usage, finish_reason
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS, SAMPLING_SUPPORT
@@ -29,6 +26,24 @@ UNKNOWN = -9999.0
 def token_name(token: int) -> str:
     """Returns vLLM's text for a token that is not decoded."""
     return f"token_id:{token}"
+
+
+# An answer has some for each token, which the garbage collector need not track.
+class _Entry(msgspec.Struct, frozen=True, gc=False):
+    """Log-prob of a token, in JSON."""
+
+    token: str
+    logprob: float
+    bytes: None = None
+
+
+class _Row(msgspec.Struct, frozen=True, gc=False):
+    """Log-prob of a sampled token, and of the likeliest tokens in its place."""
+
+    token: str
+    logprob: float
+    top_logprobs: list[_Entry]
+    bytes: None = None
 
 
 class GenerateWriter(Writer):
@@ -83,16 +98,24 @@ class GenerateWriter(Writer):
             )
         return choices
 
-    def _rows(self, completion: Completion) -> list[dict[str, Any]]:
+    def _rows(self, done: Completion) -> list[_Row]:
         """Returns log-probs: each token, and then the likeliest other tokens."""
         number = max(self._request.sampling.top_logprobs, 1)
-        rows = logprob_rows(completion, token_name)
-        for row in rows:
-            sampled = {"token": row["token"], "logprob": row["logprob"]}
-            tops = [top for top in row["top_logprobs"] if top["token"] != row["token"]]
-            row["top_logprobs"] = [sampled, *tops][:number]
-            for entry in (row, *row["top_logprobs"]):
-                entry["bytes"] = None
+        ids, empty = done.token_ids, [()] * len(done.token_ids)
+        values = done.log_probs or [math.nan] * len(ids)
+        tops = zip(
+            done.top_token_ids or empty, done.top_log_probs or empty, strict=True
+        )
+        rows = []
+        for token, value, (top_ids, top_values) in zip(ids, values, tops, strict=True):
+            sampled = _entry(token, value)
+            rivals = [
+                _entry(top, top_value)
+                for top, top_value in zip(top_ids, top_values, strict=True)
+                if top != token
+            ]
+            entries = [sampled, *rivals[: number - 1]]
+            rows.append(_Row(sampled.token, sampled.logprob, entries))
         return rows
 
 
@@ -193,6 +216,10 @@ def prompt_logprobs(
         for index, (token, value) in enumerate(pairs)
         for text in [decode(token)]
     ]
+
+
+def _entry(token: int, value: float) -> _Entry:
+    return _Entry(token_name(token), value if math.isfinite(value) else UNKNOWN)
 
 
 def _finite(value: float) -> float:

@@ -37,8 +37,8 @@ DEFAULT_MAX_TOKENS = 16
 """vLLM's ``max_tokens`` of ``/v1/completions``."""
 
 _REFUSED = {
-    "features": "give the prompt as token_ids; images go to chat completions",
-    "content_parts": "give the prompt as token_ids; images go to chat completions",
+    "features": "give the prompt as token_ids; images are not supported",
+    "content_parts": "give the prompt as token_ids; images are not supported",
     "kv_transfer_params": "SGLang's servers disaggregate by their own router",
     "ec_transfer_params": "SGLang's servers disaggregate by their own router",
     "prompt_embeds": "give token ids",
@@ -161,7 +161,7 @@ class VLLM(Dialect):
         if params.get("logprobs") == 1:
             # The sampled token is the first of the likeliest, unlike in completions.
             params["logprobs"] = 0
-        return self._read(_read_tokens, {**fields, **params})
+        return self._read(_read_tokens, {**fields, **params}, decodes=False)
 
     def _read_chat(self, body: Mapping[str, Any]) -> Request:
         """Returns a request to ``/v1/chat/completions``."""
@@ -170,7 +170,13 @@ class VLLM(Dialect):
             body = {**body, "max_tokens": self._engine.capabilities.max_context}
         return self._read(read_chat, body)
 
-    def _read(self, read: Callable[[Any], Request], body: Mapping[str, Any]) -> Request:
+    def _read(
+        self,
+        read: Callable[[Any], Request],
+        body: Mapping[str, Any],
+        *,
+        decodes: bool = True,
+    ) -> Request:
         """Returns a request with vLLM's fields beside a protocol's."""
         fields, capabilities = dict(body), self._engine.capabilities
         about = _pop_answer_fields(fields)
@@ -188,6 +194,7 @@ class VLLM(Dialect):
             request,
             sampling=sampling,
             about=about,
+            decodes=decodes,
             request_id=None if request_id is None else str(request_id),
             ignored=(*request.ignored, *ignored),
         )
