@@ -216,7 +216,7 @@ def test_episodes_of_verifiers_at_once_through_weight_updates(
             wait_for_turns(sessions, running, number / (UPDATES + 1))
             update(make_tiny_model(tokenizer, seed=next(seeds), **SHAPE))
         for session, future in zip(sessions, running, strict=True):
-            gateway.set_reward(session, future.result(SECONDS))
+            gateway.set_reward(session, future.result(SECONDS).reward)
         rows = gateway.to_tensordict(sessions)
     assert [len(session.turns) for session in sessions] == [TURNS] * SESSIONS
     assert len(rows) == SESSIONS
