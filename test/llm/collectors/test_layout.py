@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from helpers.collecting import LengthReply
+from helpers.slow import diagonal
 from tensordict import NonTensorData, TensorDictBase
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import Composite, Unbounded
@@ -85,8 +86,9 @@ def to_plain(value):
 
 
 @pytest.mark.parametrize("form", ["functions", "environments"])
-@pytest.mark.parametrize("prefer_tokens", [False, True])
-@pytest.mark.parametrize("info", [False, True])
+@pytest.mark.parametrize(
+    ("prefer_tokens", "info"), diagonal([False, True], [False, True])
+)
 @pytest.mark.parametrize(("turns", "group_size"), [(1, 1), (1, 3), (3, 2)])
 def test_every_key_is_that_of_llm_collector(
     make, fake_engine, tokenizer, turns, group_size, info, prefer_tokens, form

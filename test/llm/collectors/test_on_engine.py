@@ -256,6 +256,7 @@ def policy_model(engine) -> torch.nn.Module:
     ).eval()
 
 
+@pytest.mark.slow
 def test_runs_that_are_killed(engine, tmp_path):
     """Every prompt is trained on once in each epoch, whenever the program is killed."""
     program = killed_runs.__file__

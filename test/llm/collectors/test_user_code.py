@@ -240,7 +240,9 @@ class Faulty(Transform):
         return next_tensordict.set("reward", torch.full((1, 1, 1), value))
 
 
-@pytest.mark.parametrize("place", ["reset", "step"])
+@pytest.mark.parametrize(
+    "place", ["step", pytest.param("reset", marks=pytest.mark.slow)]
+)
 def test_an_environment_that_fails_once(make, place):
     for fault in FAULTS:
         moment = random.Random(f"{place} {fault}").randint(1, 4)
@@ -262,7 +264,13 @@ def gateway(policy):
         yield gateway
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["threads", "coroutines"])
+@pytest.mark.parametrize(
+    "asynchronous",
+    [
+        pytest.param(False, id="threads", marks=pytest.mark.slow),
+        pytest.param(True, id="coroutines"),
+    ],
+)
 def test_an_agent_that_fails_once(make, gateway, asynchronous):
     async def ask(task, base_url, api_key):
         await ask_gateway(base_url, api_key, [user(task["query"])], max_tokens=3)

@@ -722,7 +722,13 @@ def test_call(engine, vllm_engine, reference, name):
     assert differ == known
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if index % 3 else [])
+        for index, name in enumerate(CALLS)
+    ],
+)
 def test_device(engine, reference, name):
     """The same with an input that has a device: so have the results, all through."""
     call = replace(CALLS[name], device="cpu")

@@ -132,6 +132,7 @@ def scalar(folder, name):
     return {int(step): float(value) for step, value in rows}
 
 
+@pytest.mark.slow
 def test_two_runs_on_the_same_servers(make, restored_engine, tmp_path):
     """Each of them ends, as soon as it would train on the other's tokens."""
     servers = {"engine": restored_engine.server_url}

@@ -11,13 +11,13 @@ from helpers.torchrun import run_ranks
 FOLDER = Path(__file__).parent
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (2, "some"),
-        pytest.param(2, "all", marks=pytest.mark.slow),
-        pytest.param(3, "each", marks=pytest.mark.slow),
+        (2, "all"),
+        (3, "each"),
     ],
 )
 def test_weights_and_metrics_do_not_depend_on_ranks(ranks, cases):

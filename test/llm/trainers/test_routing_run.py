@@ -58,11 +58,14 @@ def make(path, folder, **arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {
-            "gradient_checkpointing": True,
-            "max_tokens_per_pass": 128,
-            "kl_to_ref_coeff": 0.1,
-        },
+        pytest.param(
+            {
+                "gradient_checkpointing": True,
+                "max_tokens_per_pass": 128,
+                "kl_to_ref_coeff": 0.1,
+            },
+            marks=pytest.mark.slow,
+        ),
         {"packing": "tree", "gradient_checkpointing": True, "kl_to_ref_coeff": 0.1},
         {"correction": "decoupled_token_is", "max_staleness": 1, "minibatches": 2},
     ],

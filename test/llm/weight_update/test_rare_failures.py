@@ -158,7 +158,10 @@ def last_parameter(given):
     ("given", "change"),
     [
         *(("a module", change) for change in CHANGES),
-        *((given, "none") for given in [*GIVEN][1:]),
+        *(
+            pytest.param(given, "none", marks=pytest.mark.slow)
+            for given in [*GIVEN][1:]
+        ),
         *zip([*GIVEN][1:], ["an optimizer", ".data", *[*CHANGES][4:]], strict=False),
     ],
 )

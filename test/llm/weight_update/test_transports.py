@@ -458,13 +458,8 @@ def test_a_checkpoint_that_cannot_be_read_is_healed(
         transport.close()
 
 
-@pytest.mark.parametrize(
-    ("size", "names"),
-    [
-        ("tp_size", NAMES),
-        pytest.param("pp_size", ["disk"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "names"), [("tp_size", NAMES), ("pp_size", ["disk"])])
 def test_servers_of_two_ranks(tiny_model_path, tokenizer, tmp_path, size, names):
     arguments = {size: 2, "environment": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
     with AsyncSGLang.from_pretrained(

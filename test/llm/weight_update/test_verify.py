@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import requests
 import torch
-from helpers.slow import diagonal
 from helpers.weights import open_weights
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,7 +66,13 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module", params=ENGINES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if arguments else [])
+        for name, arguments in ENGINES.items()
+    ],
+)
 def llama_engine(request, llama_path):
     with AsyncSGLang.from_pretrained(
         llama_path, device="cpu", **ENGINES[request.param]
@@ -108,11 +113,7 @@ def can_generate(engine) -> bool:
     return len(answer.token_ids) == 2
 
 
-@pytest.mark.parametrize(
-    ("llama_engine", "value"),
-    diagonal(ENGINES, [torch.nan, torch.inf]),
-    indirect=["llama_engine"],
-)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_weights_that_are_not_finite(sender, llama_engine, value):
     """Servers tell them as null: the error names them, and the next update mends it."""
     words = {

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.fake_server import FakeServer, _json
 from helpers.loading_server import FusedModel, LoadingServer
+from helpers.slow import diagonal
 
 from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
 from torchrl_sglang.errors import UnsupportedByServerError, WeightTransferError
@@ -160,10 +161,13 @@ def test_of_two_servers_only_the_restarted_one_gets_everything(two):
     assert "2 server(s): the" in two.update().reason
 
 
-@pytest.mark.parametrize("fault", ["cut", "lose", "fail", "refuse"])
-@pytest.mark.parametrize(("path", "number"), [(SEND, 1), (SEND, 2), (TELL, 2)])
-def test_a_call_that_fails(run, path, number, fault):
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    diagonal([(SEND, 1), (SEND, 2), (TELL, 2)], ["cut", "lose", "fail", "refuse"]),
+)
+def test_a_call_that_fails(run, call, fault):
     """Also an acknowledgement that is lost, of what the server has loaded."""
+    path, number = call
     run.update()
     run.update()
     injection = run.proxies[0].inject(path, fault, first=number)

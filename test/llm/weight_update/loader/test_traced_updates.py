@@ -193,7 +193,7 @@ class Trainer:
         self.proxy.close()
 
 
-@pytest.fixture(params=TRANSPORTS)
+@pytest.fixture(params=["cuda_ipc", pytest.param("broadcast", marks=pytest.mark.slow)])
 def trainer(request, traced_engine):
     trainer = Trainer(traced_engine, request.param)
     yield trainer
