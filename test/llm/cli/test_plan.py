@@ -442,7 +442,7 @@ def test_what_would_fit_does():
     shape, cluster = read_shape(QWEN_7B), Cluster(gpus=1)
     found = arrange(shape, cluster, Workload())
     assert isinstance(found, NothingFits)
-    assert "The trainer needs 113" in found.reasons[-2]
+    assert "The trainer needs 1 x 113" in found.reasons[-2]
     assert "An adapter of rank 16 (--lora 16) fits these GPUs." in found.remedies
     assert isinstance(arrange(shape, cluster, Workload(lora=16)), Arrangement)
     assert "2 GPUs of this kind would do" in found.remedies[-1]
@@ -513,8 +513,19 @@ def test_how_much_is_left_is_said():
     shape = read_shape(QWEN_7B)
     found = arrange(shape, Cluster(gpus=4), Workload())
     left = found.cluster.usable - found.trainer.peak
-    assert found.margin == left < THIN * found.cluster.memory
-    assert f"leaves {left / GIB:.1f} GiB" in to_text(shape, found)
+    assert found.margin == left < THIN * found.trainer.peak
+    text = to_text(shape, found)
+    assert f"A thin margin: the peak leaves {left / GIB:.1f} GiB" in text
+    roomy = arrange(shape, Cluster(gpus=8), Workload())
+    assert "A thin margin" not in to_text(shape, roomy)
+    tokens = found.tokens_per_pass // 2
+    less = trainer_memory(shape, found.work, ranks=found.ranks, tokens=tokens).peak
+    left = found.cluster.usable - less
+    assert f"max_tokens_per_pass={tokens} leaves {left / GIB:.1f} GiB" in text
+    # A pass has a whole response, whatever its limit.
+    work = replace(found.work, sequence=found.tokens_per_pass)
+    short = replace(found, work=work)
+    assert "Shorter sequences or more trainer ranks" in to_text(shape, short)
     arguments = grpo_arguments(found)
     assert (arguments["max_staleness"], arguments["correction"]) == (
         1,
@@ -566,3 +577,19 @@ def test_invalid_arguments_are_refused(words, message, tiny_model_path, capsys):
     begin = ["plan", "--gpus", "1", "--model", tiny_model_path]
     assert main([*begin, *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, capsys):
+    """A misspelt name does not wait for the retries of transformers."""
+    urls = []
+
+    def nowhere(*names):
+        urls.append(names)
+        return "http://127.0.0.1:9/"
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_url", nowhere)
+    assert main(["plan", "--model", "nobody/misspelt", "--gpus", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "There is no folder 'nobody/misspelt'" in error
+    assert "the hub cannot be reached" in error
+    assert urls == [("nobody/misspelt", "config.json")]

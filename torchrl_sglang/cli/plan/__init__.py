@@ -21,12 +21,12 @@ DEFAULT_MEMORY = 80.0
 
 DESCRIPTION = """\
 Counts the memory of a GRPO run of MODEL on so many GPUs, trainer and servers, from the
-model's configuration alone. It says where each side should run, and prints the command;
-or why nothing fits, and remedies.
+model's configuration alone, and the seconds of a step. It says where each side should
+run, and prints the command; or why nothing fits, and remedies.
 
-The figures are formulas, of the tensors that this package, PyTorch and SGLang make; the
-guide "Which arrangement" says which of them were measured. The exit status is 1 if
-nothing fits."""
+Bytes are of the tensors that this package, PyTorch and SGLang make, seconds of rates
+measured on H100 and H200; the guide "Which arrangement" has formulas and measurements.
+The exit status is 1 if nothing fits."""
 
 EPILOG = """\
 examples:
@@ -52,10 +52,14 @@ def add_command(commands: Any) -> Parser:
     add("--gpus-per-node", default=8, help=text, **number)
     text = f"of a GPU (default: this machine's, or {DEFAULT_MEMORY:g})"
     add("--gpu-memory", type=positive_float, metavar="GIB", help=text)
+    text = "such as H100 or H200 (default: this machine's, or by --gpu-memory)"
+    add("--card", type=str.upper, metavar="NAME", help=text)
     text = "tokens of the longest prompt with its response (default: %(default)s)"
     add("--sequence", default=2048, help=text, **number)
-    text = "tokens of it that are prompt, to see what its responses share"
+    text = "tokens of it that are prompt (default: none), which responses share"
     add("--prompt", help=text, **number)
+    text = "tokens of a response in the mean (default: a quarter of the longest)"
+    add("--mean-response", help=text, **number)
     text = "responses to a prompt (default: %(default)s)"
     add("--group-size", default=8, help=text, **number)
     text = "prompts of a batch (default: %(default)s)"
@@ -84,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torchrl_sglang.cli.plan.memory import GIB, RUNTIME, Workload
     from torchrl_sglang.cli.plan.shapes import read_shape
     from torchrl_sglang.cli.plan.show import nothing_text, to_json, to_text
+    from torchrl_sglang.cli.plan.speed import find_card
 
     shape = read_shape(arguments.model, trust_remote_code=arguments.trust_remote_code)
     if shape.positions and arguments.sequence > shape.positions:
@@ -96,9 +101,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"--prompt {arguments.prompt} leaves no token of --sequence "
             f"{arguments.sequence} for a response; give less, or longer sequences."
         )
-    memory = arguments.gpu_memory or _memory_here()
+    memory, card = _gpu_here()
+    if arguments.gpu_memory:
+        memory, card = arguments.gpu_memory, find_card(arguments.gpu_memory)
     cluster = Cluster(
-        gpus=arguments.gpus, per_node=arguments.gpus_per_node, memory=memory * GIB
+        gpus=arguments.gpus,
+        per_node=arguments.gpus_per_node,
+        memory=memory * GIB,
+        card=arguments.card or card,
     )
     if cluster.usable <= 0:
         raise ConfigurationError(
@@ -108,12 +118,18 @@ def run(arguments: argparse.Namespace) -> int:
     work = Workload(
         sequence=arguments.sequence,
         prompt=arguments.prompt,
+        mean_response=arguments.mean_response,
         group_size=arguments.group_size,
         groups_per_batch=arguments.groups_per_batch,
         lora=arguments.lora,
         reference=arguments.reference,
         checkpointing=not arguments.no_gradient_checkpointing,
     )
+    if work.mean > work.longest:
+        raise ConfigurationError(
+            f"--mean-response {work.mean} is more than the {work.longest} tokens that "
+            f"--sequence {work.sequence} has for a response; give less."
+        )
     result = arrange(
         shape,
         cluster,
@@ -131,11 +147,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if isinstance(result, Arrangement) else 1
 
 
-def _memory_here() -> float:
+def _gpu_here() -> tuple[float, str | None]:
+    """Returns GiB and name of the smallest GPU, or of the default one."""
     import torch
 
-    sizes = [
-        torch.cuda.get_device_properties(index).total_memory
-        for index in range(torch.cuda.device_count())
-    ]
-    return min(sizes) / 2**30 if sizes else DEFAULT_MEMORY
+    from torchrl_sglang.cli.plan.speed import CARDS, find_card
+
+    count = torch.cuda.device_count()
+    gpus = [torch.cuda.get_device_properties(index) for index in range(count)]
+    if not gpus:
+        return DEFAULT_MEMORY, find_card(DEFAULT_MEMORY)
+    gpu = min(gpus, key=lambda gpu: gpu.total_memory)
+    names = (name for name, card in CARDS.items() if card.device == gpu.name)
+    return gpu.total_memory / 2**30, next(names, gpu.name)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal
 
 from torchrl_sglang.cli.plan.memory import (
     GIB,
@@ -48,6 +49,8 @@ class Cluster:
     """GPUs of a machine."""
     memory: float = 80 * GIB
     """Bytes of a GPU."""
+    card: str | None = None
+    """Name of the GPU, if known."""
 
     @property
     def nodes(self) -> int:
@@ -141,8 +144,8 @@ def arrange(
     generate more; or else the number with room for most of them. ``tokens`` is
     ``max_tokens_per_pass``; an argument of ``None`` is free.
     """
-    for option in _candidates(shape, cluster, work, tokens, tp_size, place):
-        return option
+    if (best := _best(shape, cluster, work, tokens, tp_size, place)) is not None:
+        return best
     if (wish := _impossible(shape, cluster, tp_size, place)) is not None:
         return wish
     return NothingFits(
@@ -151,27 +154,27 @@ def arrange(
     )
 
 
-def _candidates(
+def _best(
     shape: Shape,
     cluster: Cluster,
     work: Workload,
-    tokens: int | None,
-    tp_size: int | None,
-    place: Place | None,
-) -> Iterator[Arrangement]:
-    """Yields fitting arrangements, the best first."""
+    tokens: int | None = None,
+    tp_size: int | None = None,
+    place: Place | None = None,
+) -> Arrangement | None:
+    """Returns the best fitting arrangement."""
     sizes = (tokens,) if tokens else TOKENS_PER_PASS
-    if place != "colocated":
-        for ranks in _rank_numbers(cluster, work, sizes[0]):
-            for size in sizes:
-                option = _separate(shape, cluster, work, ranks, size, tp_size)
-                if option is not None:
-                    yield option
-    if place != "separate" and cluster.nodes == 1:
-        for size in sizes:
-            option = _colocated(shape, cluster, work, size, tp_size)
-            if option is not None:
-                yield option
+    separate = (
+        _separate(shape, cluster, work, ranks, size, tp_size)
+        for ranks in _rank_numbers(cluster, work, sizes[0])
+        for size in sizes
+    )
+    shared = (_colocated(shape, cluster, work, size, tp_size) for size in sizes)
+    options = chain(
+        separate if place != "colocated" else (),
+        shared if place != "separate" and cluster.nodes == 1 else (),
+    )
+    return next((option for option in options if option is not None), None)
 
 
 def _rank_numbers(cluster: Cluster, work: Workload, tokens: int) -> list[int]:
@@ -204,38 +207,10 @@ def _separate(
     if trainer.peak > cluster.usable:
         return None
     free = cluster.gpus - ranks
-    fitting = []
-    for size in _tp_sizes(shape, min(free, cluster.per_node), tp):
-        server = server_memory(
-            shape, tp_size=size, memory=cluster.memory, share=SERVER_SHARE
-        )
-        if _holds_a_group(server, work):
-            # A server's GPUs are on the same machine.
-            nodes, extra = divmod(free, cluster.per_node)
-            replicas = nodes * (cluster.per_node // size) + extra // size
-            fitting.append(
-                Arrangement(
-                    place="separate",
-                    ranks=ranks,
-                    replicas=replicas,
-                    tp_size=size,
-                    share=SERVER_SHARE,
-                    tokens_per_pass=tokens,
-                    work=work,
-                    cluster=cluster,
-                    trainer=trainer,
-                    server=server,
-                )
-            )
-    return _roomy(fitting)
-
-
-def _roomy(fitting: Sequence[Arrangement]) -> Arrangement | None:
-    """Returns the first arrangement for a whole batch, or else the largest."""
-    for option in fitting:
-        if option.sequences >= option.work.responses:
-            return option
-    return max(fitting, key=lambda each: each.sequences, default=None)
+    sizes = _tp_sizes(shape, min(free, cluster.per_node), tp)
+    side = {"place": "separate", "ranks": ranks, "trainer": trainer}
+    shares = dict.fromkeys(sizes, SERVER_SHARE)
+    return _roomy(shape, cluster, work, free, shares, tokens_per_pass=tokens, **side)
 
 
 def _colocated(
@@ -244,26 +219,46 @@ def _colocated(
     """Returns the arrangement with servers on the trainer's GPUs, if it fits."""
     ranks = min(cluster.gpus, work.responses)
     trainer = trainer_memory(shape, work, ranks=ranks, tokens=tokens)
-    fitting = []
-    for size in _tp_sizes(shape, ranks, tp):
-        share = colocated_share(shape, cluster, work, trainer, tp_size=size)
-        server = server_memory(shape, tp_size=size, memory=cluster.memory, share=share)
-        if share and _holds_a_group(server, work):
-            fitting.append(
-                Arrangement(
-                    place="colocated",
-                    ranks=ranks,
-                    replicas=ranks // size,
-                    tp_size=size,
-                    share=share,
-                    tokens_per_pass=tokens,
-                    work=work,
-                    cluster=cluster,
-                    trainer=trainer,
-                    server=server,
-                )
-            )
-    return _roomy(fitting)
+    side = {"place": "colocated", "ranks": ranks, "trainer": trainer}
+    shares = {
+        size: colocated_share(shape, cluster, work, trainer, tp_size=size)
+        for size in _tp_sizes(shape, ranks, tp)
+    }
+    return _roomy(shape, cluster, work, ranks, shares, tokens_per_pass=tokens, **side)
+
+
+def _roomy(
+    shape: Shape,
+    cluster: Cluster,
+    work: Workload,
+    free: int,
+    shares: Mapping[int, float],
+    **side: Any,
+) -> Arrangement | None:
+    """Returns the arrangement with the smallest servers that hold a whole batch.
+
+    Or else the one that holds most. ``free`` GPUs are for servers, ``shares`` are those
+    of a GPU by the size of a server, and ``side`` is the trainer's.
+    """
+    # A server's GPUs are on the same machine.
+    nodes, extra = divmod(free, cluster.per_node)
+    options = [
+        Arrangement(
+            replicas=nodes * (cluster.per_node // size) + extra // size,
+            tp_size=size,
+            share=share,
+            server=server_memory(
+                shape, tp_size=size, memory=cluster.memory, share=share
+            ),
+            cluster=cluster,
+            work=work,
+            **side,
+        )
+        for size, share in shares.items()
+    ]
+    fitting = [option for option in options if _holds_a_group(option.server, work)]
+    largest = max(fitting, key=lambda option: option.sequences, default=None)
+    return next((o for o in fitting if o.sequences >= work.responses), largest)
 
 
 def colocated_share(
@@ -334,8 +329,8 @@ def _reasons(shape: Shape, cluster: Cluster, work: Workload) -> tuple[str, ...]:
     for phase, size in trainer.peaks.items():
         if size > cluster.usable:
             reasons.append(
-                f"The trainer needs {size / GIB:.1f} GiB of each of {ranks} GPUs for "
-                f"{phase}, and {usable:.1f} GiB can be used."
+                f"The trainer needs {ranks} x {size / GIB:.1f} GiB for {phase}, and "
+                f"{usable:.1f} GiB of a GPU can be used."
             )
     size = max(_tp_sizes(shape, min(cluster.gpus, cluster.per_node), None), default=1)
     server = server_memory(
@@ -359,31 +354,28 @@ def _remedies(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
     """Yields fitting alternatives, the smallest change first."""
     if work.lora is None:
         adapter = replace(work, lora=16, reference=False)
-        for _ in _candidates(shape, cluster, adapter, None, None, None):
+        if _best(shape, cluster, adapter) is not None:
             yield "An adapter of rank 16 (--lora 16) fits these GPUs."
-            break
-    shorter = replace(work, sequence=work.sequence // 2)
-    for option in _candidates(shape, cluster, shorter, None, None, None):
-        yield f"Sequences of {option.work.sequence} tokens fit these GPUs."
-        break
+    half = work.sequence // 2
+    shorter = replace(work, sequence=half)
+    if half > work.prompt_tokens and _best(shape, cluster, shorter) is not None:
+        yield f"Sequences of {half} tokens fit these GPUs."
     wider = replace(work, groups_per_batch=-(-cluster.gpus // work.group_size))
-    if work.responses < cluster.gpus:
-        # A rank of the trainer has a response of each batch, or more.
-        for option in _candidates(shape, cluster, wider, None, None, None):
-            yield (
-                f"Batches of {wider.responses} responses (--groups-per-batch "
-                f"{wider.groups_per_batch}) fit these GPUs, as up to {option.ranks} of "
-                f"them share the trainer's memory."
-            )
-            return
+    # A rank of the trainer has a response of each batch, or more.
+    if work.responses < cluster.gpus and (best := _best(shape, cluster, wider)):
+        yield (
+            f"Batches of {wider.responses} responses (--groups-per-batch "
+            f"{wider.groups_per_batch}) fit these GPUs, as up to {best.ranks} of "
+            f"them share the trainer's memory."
+        )
+        return
     gpus = cluster.gpus
     while gpus < LARGEST_CLUSTER:
         gpus *= 2
-        larger = replace(cluster, gpus=gpus)
-        for option in _candidates(shape, larger, work, None, None, None):
+        if best := _best(shape, replace(cluster, gpus=gpus), work):
             yield (
-                f"{gpus} GPUs of this kind would do: {option.ranks} for the trainer "
-                f"and {option.replicas * option.tp_size} for servers, {_where(option)}."
+                f"{gpus} GPUs of this kind would do: {best.ranks} for the trainer "
+                f"and {best.replicas * best.tp_size} for servers, {_where(best)}."
             )
             return
     yield (

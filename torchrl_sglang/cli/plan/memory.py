@@ -35,18 +35,23 @@ RUNTIME = 2 * GIB
 """Memory besides tensors: CUDA's context, kernels, NCCL's buffers. A sleeping server,
 which has little else, held 1.9 GB on an H200."""
 
+MEAN_SHARE = 0.25
+"""Tokens of a response in the mean, by those of the longest, as in measured runs."""
+
 SLACK = 0.05
 """Free share of a GPU: allocators round up, and blocks are fragmented."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """Memory-related parameters of a run."""
+    """Parameters of a run that determine its memory and speed."""
 
     sequence: int = 2048
     """Tokens of the longest prompt with its response."""
     prompt: int | None = None
     """Tokens of that prompt, if known."""
+    mean_response: int | None = None
+    """Tokens of a response in the mean, if known."""
     group_size: int = 8
     """Responses to a prompt."""
     groups_per_batch: int = 16
@@ -68,10 +73,33 @@ class Workload:
         return self.group_size * self.groups_per_batch
 
     @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt; none if they are unknown."""
+        return self.prompt or 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response."""
+        return self.sequence - self.prompt_tokens
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a response in the mean."""
+        return self.mean_response or MEAN_SHARE * self.longest
+
+    @property
+    def context(self) -> float:
+        """Tokens of its response before a token, in the mean.
+
+        Of lengths with an exponential distribution, up to the longest.
+        """
+        return min(self.mean, self.longest / 2)
+
+    @property
     def tree_ratio(self) -> float:
         """Tokens of a group over its distinct ones."""
         tokens = self.group_size * self.sequence
-        return tokens / (tokens - (self.group_size - 1) * (self.prompt or 0))
+        return tokens / (tokens - (self.group_size - 1) * self.prompt_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -260,10 +288,7 @@ def update_memory(shape: Shape, work: Workload, *, ranks: int) -> float:
     One bucket in the served type and the next bucket, of at most the model; with FSDP2
     also the gathered float32 values of the largest parameter.
     """
-    parameters = (
-        shape.parameters if work.lora is None else trained_parameters(shape, work.lora)
-    )
-    bucket = min(BUCKET_BYTES * 3 / 2, HALF * parameters)
+    bucket = min(BUCKET_BYTES * 3 / 2, HALF * trained_parameters(shape, work.lora))
     return bucket + (FULL * shape.largest_parameter if ranks > 1 else 0)
 
 

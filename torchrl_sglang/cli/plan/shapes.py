@@ -50,9 +50,19 @@ class Shape:
     """Longest sequence of the model."""
 
     @property
+    def matrices(self) -> int:
+        """Parameters that multiply each token, but for the head."""
+        return self.layers * self.largest_layer
+
+    @property
+    def head(self) -> int:
+        """Parameters of the head, which multiply the tokens of responses."""
+        return self.vocabulary * self.hidden
+
+    @property
     def outside_layers(self) -> int:
         """Number of parameters outside the transformer layers."""
-        return max(self.parameters - self.layers * self.largest_layer, 0)
+        return max(self.parameters - self.matrices, 0)
 
 
 def read_shape(model: Any, *, trust_remote_code: bool = False) -> Shape:

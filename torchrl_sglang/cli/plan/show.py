@@ -16,13 +16,13 @@ from torchrl_sglang.cli.plan.memory import (
     trainer_memory,
 )
 from torchrl_sglang.cli.plan.shapes import Shape
+from torchrl_sglang.cli.plan.speed import Speed, estimate
 from torchrl_sglang.objectives.tree import TREES_PAY
 
 WIDTH = 36
 
-THIN = 0.08
-"""Share of a GPU's memory below which a margin is called thin: a measured step took 7
-percent of an H100's 80 GB more than its formula."""
+THIN = 0.075
+"""Share of a peak below which a margin is thin: a measured step took as much more."""
 
 
 def grpo_arguments(found: Arrangement) -> dict[str, Any]:
@@ -101,9 +101,12 @@ def to_text(shape: Shape, found: Arrangement) -> str:
             *_head(shape, found.cluster, found.work),
             "",
             *_trainer_lines(shape, found),
+            *_margin_lines(shape, found),
             "",
             *_server_lines(found),
             *_notes(found),
+            "",
+            *_speed_lines(shape, found),
             "",
             "Run it, with prompts and rewards in run.yaml:",
             "",
@@ -137,8 +140,8 @@ def _head(shape: Shape, cluster: Cluster, work: Workload) -> Iterator[str]:
     )
     yield f"{gpus} of {cluster.memory / GIB:.1f} GiB{nodes}, {usable}."
     yield (
-        f"Batches of {work.responses} responses of at most {work.sequence:,} tokens "
-        f"with their prompts."
+        f"Batches of {work.groups_per_batch} x {work.group_size} responses of at most "
+        f"{work.sequence:,} tokens with their prompts."
     )
     if work.prompt is not None:
         yield (
@@ -162,7 +165,8 @@ def _trainer_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
         yield _line(name, size)
     for phase in ("training", "stepping", "updating"):
         for name, size in getattr(memory, phase).items():
-            yield _line(f"{phase}: {name}", size)
+            if size:
+                yield _line(f"{phase}: {name}", size)
     for phase, size in memory.peaks.items():
         mark = " <- peak" if size == memory.peak else ""
         yield _line(f"most while {phase}", size) + mark
@@ -190,13 +194,26 @@ def _server_lines(found: Arrangement) -> Iterator[str]:
     )
 
 
+def _margin_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
+    """Yields lines on a thin margin and its remedy."""
+    peak = found.trainer.peak
+    if found.margin < THIN * peak:
+        yield (
+            f"  A thin margin: the peak leaves {found.margin / GIB:.1f} GiB, and a "
+            f"measured step took {THIN:.1%} more than its formula, here "
+            f"{THIN * peak / GIB:.1f} GiB."
+        )
+        tokens = found.tokens_per_pass // 2
+        less = trainer_memory(shape, found.work, ranks=found.ranks, tokens=tokens).peak
+        margin = found.margin + peak - less
+        remedy = "Shorter sequences or more trainer ranks leave more."
+        if margin > found.margin:
+            remedy = f"max_tokens_per_pass={tokens} leaves {margin / GIB:.1f} GiB."
+        yield f"  {remedy}"
+
+
 def _notes(found: Arrangement) -> Iterator[str]:
     work = found.work
-    if found.margin < THIN * found.cluster.memory:
-        yield (
-            f"  The trainer's peak leaves {found.margin / GIB:.1f} GiB of a GPU's "
-            f"memory for tensors: if it runs out of memory, halve max_tokens_per_pass."
-        )
     if found.unused:
         yield f"  {found.unused} GPUs have nothing to do."
     if found.sequences < work.responses:
@@ -208,6 +225,33 @@ def _notes(found: Arrangement) -> Iterator[str]:
         yield (
             f"  A batch has {work.responses}, few for {found.replicas} servers: a "
             f"larger groups_per_batch keeps them busy."
+        )
+
+
+def _speed_lines(shape: Shape, found: Arrangement) -> Iterator[str]:
+    speed, work = estimate(shape, found), found.work
+    if isinstance(speed, str):
+        yield f"Seconds of a step are unknown: {speed}."
+        return
+    yield (
+        f"Seconds of a step, if these are {speed.card}s (--card), for responses of "
+        f"{work.mean:,.0f} tokens in the mean (--mean-response):"
+    )
+    rate, meanwhile = speed.tokens_per_second, ", meanwhile" * speed.overlapped
+    rows = {
+        f"collect, {rate:,.0f} tokens/s a server": speed.ranges["collect"],
+        f"train{meanwhile}, MFU {speed.mfu:.2f}": speed.ranges["train"],
+        "update weights": speed.ranges["update"],
+        "a step": speed.ranges["step"],
+    }
+    for name, (seconds, low, high) in rows.items():
+        yield f"  {name:{WIDTH}} {seconds:8.2f}   {low:.2f} to {high:.2f}"
+    hour, high, low = (3600 / seconds for seconds in speed.ranges["step"])
+    yield f"  {'steps an hour':{WIDTH}} {hour:8.0f}   {low:.0f} to {high:.0f}"
+    if speed.unmeasured:
+        yield (
+            f"  The range is wide: no measured run on {speed.card}s had "
+            f"{', '.join(speed.unmeasured)}."
         )
 
 
@@ -228,6 +272,7 @@ def to_json(
     }
     if isinstance(found, NothingFits):
         return json.dumps({**about, **asdict(found)})
+    speed = estimate(shape, found)
     return json.dumps(
         {
             **about,
@@ -238,7 +283,17 @@ def to_json(
             "sequences": found.sequences,
             "trainer": {**asdict(found.trainer), "peaks": found.trainer.peaks},
             "server": asdict(found.server),
+            "margin": found.margin,
+            "speed": speed_object(speed),
             "arguments": grpo_arguments(found),
             "command": command_of(shape, found),
         }
     )
+
+
+def speed_object(speed: Speed | str) -> dict[str, Any]:
+    """Returns seconds for JSON, or why there are none."""
+    if isinstance(speed, str):
+        return {"unknown": speed}
+    hour = 3600 / speed.step
+    return {**asdict(speed), **speed.ranges, "steps_an_hour": hour}
