@@ -27,6 +27,7 @@ from torchrl_sglang.cli.plan.speed import (
     collect_seconds,
     estimate,
     find_card,
+    interpolate,
     train_flop,
 )
 
@@ -141,6 +142,14 @@ def test_servers_alone(model, prompt, tokens, responses, rate, factor):
     seconds = collect_seconds(shape, found, CARDS["H200"], 0)
     expected = responses * tokens / seconds
     assert rate / factor < expected < rate * factor
+
+
+@pytest.mark.parametrize(
+    ("size", "mfu"),
+    [(0.1, 0.1), (1, 0.1), (2, 0.15), (4, 0.2), (128, 0.4), (999, 0.4)],
+)
+def test_mfu_between_and_beyond_measured_sizes(size, mfu):
+    assert interpolate({1: 0.1, 4: 0.2, 128: 0.4}, size) == pytest.approx(mfu, abs=1e-9)
 
 
 def test_prefill():

@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-import numpy
+from itertools import pairwise
 
 from torchrl_sglang.cli.plan.arrange import Arrangement
 from torchrl_sglang.cli.plan.memory import GIB, HALF, Workload, trained_parameters
@@ -138,7 +137,7 @@ def estimate(
     if staleness is None:
         staleness = int(found.place == "separate")
     collect = collect_seconds(shape, found, card, staleness)
-    mfu = float(numpy.interp(math.log(shape.parameters / 1e9), *_logs(card.mfu)))
+    mfu = interpolate(card.mfu, shape.parameters / 1e9)
     train = train_flop(shape, work) / (mfu * card.flops * found.ranks)
     return Speed(
         card=name,
@@ -152,8 +151,12 @@ def estimate(
     )
 
 
-def _logs(mfu: Mapping[float, float]) -> tuple[list[float], list[float]]:
-    return [math.log(size) for size in mfu], list(mfu.values())
+def interpolate(mfu: Mapping[float, float], size: float) -> float:
+    """Returns the MFU of a size, linear in its logarithm between ascending sizes."""
+    size = min(max(size, min(mfu)), max(mfu))
+    low, high = next(pair for pair in pairwise(mfu) if size <= pair[1])
+    share = math.log(size / low) / math.log(high / low)
+    return mfu[low] + share * (mfu[high] - mfu[low])
 
 
 def collect_seconds(
