@@ -8,8 +8,9 @@ The engine ``instant`` responds at once, so that all time is the package's own:
   plain ``functions``, and ``environments``, a ``ChatEnv`` with a reward.
 * ``gateway``: conversations, all at once, of agents in another process; then the engine
   alone is sent the very prompts that the gateway has recorded, turn by turn.
-  *Processor* is the time of the gateway's thread for a turn, of which *rendering* is
-  the chat template and the tokenizer, measured afterwards by themselves. With another
+  *Processor* is the time of the thread of the gateway and the engine for a turn, of
+  which *rendering* is the chat template and the tokenizer, measured afterwards by
+  themselves. With another
   model than ``instant`` its engine generates, and the ratio means something.
 
     python benchmarks/overhead.py wrapper
@@ -61,7 +62,7 @@ WRAPPER_TOKENS, COLLECTOR_TOKENS = 128, 256
 """Lengths of responses."""
 
 PROMPT_CHARACTERS = 96
-THREAD = "torchrl_sglang-gateway"
+THREAD = "torchrl_sglang-loop"
 
 
 class InstantEngine(AsyncSGLang):
@@ -200,7 +201,7 @@ async def talk_all(load: dict[str, Any]) -> float:
 
 
 def thread_seconds() -> float:
-    """Returns the processor time of the gateway's thread."""
+    """Returns the processor time of the background loop's thread."""
     (thread,) = (each for each in threading.enumerate() if each.name == THREAD)
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
@@ -209,7 +210,7 @@ def thread_seconds() -> float:
 def through_gateway(
     gateway: Gateway, arguments: argparse.Namespace
 ) -> tuple[float, float, list[Session]]:
-    """Returns seconds, seconds of the gateway's thread, and the sessions."""
+    """Returns seconds, seconds of the background loop's thread, and the sessions."""
     sessions = [gateway.session() for _ in range(arguments.sessions)]
     load = {
         "urls": [f"{session.base_url}/chat/completions" for session in sessions],

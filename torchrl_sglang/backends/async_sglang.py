@@ -562,6 +562,9 @@ class AsyncSGLang(TorchRLCalls):
     async def agenerate_requests(
         self, requests: Sequence[GenerateRequest], **options: Any
     ) -> list[Completion]:
+        if self._fleet.weights.second_hand:
+            # It asks the servers, which blocks.
+            await asyncio.to_thread(self._check_usable)
         self._check_usable()
         work = self._generation.run(Batch(requests=requests, **options))
         return await run_async(work)

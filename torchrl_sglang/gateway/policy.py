@@ -212,12 +212,10 @@ class Policy:
                 raise outcome
             else:
                 completions.append(outcome)
-        return await asyncio.gather(
-            *(
-                self._read(completion, prompt, ends, decodes=sampling.decodes)
-                for completion in completions
-            )
-        )
+        read = partial(self._read, prompt=prompt, ends=ends, decodes=sampling.decodes)
+        if len(completions) == 1:
+            return [await read(completions[0])]
+        return await asyncio.gather(*map(read, completions))
 
     def _ends(self, sampling: Sampling) -> EndTokens:
         return turn_end_tokens(
@@ -267,12 +265,12 @@ class Policy:
         ids, text = completion.token_ids, ""
         if decodes:
             text = self.template.decode(ids[:-1] if ends.drop_last(ids) else ids)
+            # Turns are kept for a long time.
+            completion = replace(completion, token_ids=list(shared_ids(ids)))
         content = without_stop(text, completion.matched_stop)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if prompt.new_text is None:
             message |= await self._parse(content, prompt.setting.tools)
-        # Turns are kept for a long time.
-        completion = replace(completion, token_ids=list(shared_ids(ids)))
         return PolicyReply(
             completion=completion,
             text=text,

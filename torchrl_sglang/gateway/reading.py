@@ -73,7 +73,9 @@ class RequestReader:
         if variables:
             setting = replace(request.setting, template_kwargs=variables)
             request = replace(request, setting=setting)
-        return replace(request, ignored=tuple(dict.fromkeys(ignored)))
+        if ignored:
+            request = replace(request, ignored=tuple(dict.fromkeys(ignored)))
+        return request
 
     def _log(self, names: Sequence[str]) -> None:
         new = [name for name in names if name not in self._named]

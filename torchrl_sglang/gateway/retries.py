@@ -214,6 +214,8 @@ class Answers:
         finally:
             answer.waiting -= 1
             entry.settle(answer, withdraw)
+            if not answer.is_usable:
+                await asyncio.wait([answer.task])
 
     def _entry(
         self, digest: str, recorded: Callable[[], list[Answer]]

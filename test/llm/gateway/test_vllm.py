@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import torch
 from helpers.fake_server import FakeServer
 from helpers.log_probs import PROMPT, TOLERANCE, score
 from helpers.vllm_trainer import SECONDS, Trainer
+from helpers.waiting import wait_until
 from transformers import AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang
@@ -441,6 +444,48 @@ def in_front_of(fake) -> Iterator[httpx.Client]:
         httpx.Client(base_url=gateway.url, timeout=SECONDS) as client,
     ):
         yield client
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_the_server(tiny_model_path, stream):
+    body = {"token_ids": PROMPT, "sampling_params": SAMPLING, "stream": stream}
+
+    async def hang_up(url):
+        async with httpx.AsyncClient(base_url=url, timeout=SECONDS) as client:
+            ask = asyncio.ensure_future(client.post(GENERATE, json=body))
+            await asyncio.to_thread(fake.wait_for, "/generate")
+            ask.cancel()
+            await asyncio.wait([ask])
+
+    with (
+        FakeServer(tiny_model_path) as fake,
+        AsyncSGLang.connect(fake.url) as engine,
+        Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
+    ):
+        with fake.misbehaving("hang"):
+            asyncio.run(hang_up(gateway.url))
+            fake.wait_for("/abort_request")
+            fake.recover()
+        ((sent,), (aborted,)) = fake.payloads(), fake.payloads("/abort_request")
+        assert sent["rid"] == [aborted["rid"]]
+        wait_until(lambda: engine.stats().in_flight == engine.stats().queued == 0)
+        assert httpx.post(gateway.url + GENERATE, json=body).status_code == 200
+
+
+def test_shutdown_ends_requests_before_it_returns(tiny_model_path):
+    body = {"token_ids": PROMPT, "sampling_params": SAMPLING}
+    with (
+        FakeServer(tiny_model_path) as fake,
+        AsyncSGLang.connect(fake.url) as engine,
+        ThreadPoolExecutor() as clients,
+        fake.misbehaving("hang"),
+    ):
+        with Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway:
+            answer = clients.submit(httpx.post, gateway.url + GENERATE, json=body)
+            fake.wait_for("/generate")
+        assert engine.stats().in_flight == engine.stats().queued == 0
+        with pytest.raises(httpx.HTTPError):
+            answer.result(SECONDS)
 
 
 def test_sleep(tiny_model_path):

@@ -143,13 +143,13 @@ class Generation:
             )
             for index, plan in plans.items()
         }
-        finished: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
         tickets = [run.ticket for run in runs.values()]
         with self._dispatcher.in_flight.registered(tickets):
             if len(runs) == 1:
                 ((index, run),) = runs.items()
                 yield index, await _finish(run, index, deadline)
                 return
+            finished: asyncio.Queue[asyncio.Task[Outcome]] = asyncio.Queue()
             prefills: dict[int, asyncio.Task[None]] = {}
             for group in sharing_prompts(plans):
                 work = runs[group[0]].prefill()

@@ -203,7 +203,8 @@ class Control:
     """Such as ``"/pause"``; also accepted behind the path of a session."""
     call: Callable[[Mapping[str, Any], Mapping[str, Any]], Awaitable[Any]]
     """Called with the parameters of the address and the object in the body; returns the
-    answer, as JSON or as a text."""
+    answer, as JSON or as a text. On the engine's event loop: await the engine's
+    methods, or call them in another thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

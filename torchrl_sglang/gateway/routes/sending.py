@@ -108,6 +108,7 @@ class Stream:
                 await response.write_eof()
         finally:
             self._task.cancel()
+            await asyncio.wait([self._task])
         return response
 
     async def _wait(self, seconds: float) -> None:

@@ -42,7 +42,7 @@ class _Row(msgspec.Struct, frozen=True, gc=False):
 
     token: str
     logprob: float
-    top_logprobs: list[_Entry]
+    top_logprobs: tuple[_Entry, ...]
     bytes: None = None
 
 
@@ -100,22 +100,17 @@ class GenerateWriter(Writer):
 
     def _rows(self, done: Completion) -> list[_Row]:
         """Returns log-probs: each token, and then the likeliest other tokens."""
+        values = done.log_probs or [math.nan] * len(done.token_ids)
+        sampled = _entries(done.token_ids, values)
+        if done.top_token_ids is None or done.top_log_probs is None:
+            return [_Row(s.token, s.logprob, (s,)) for s in sampled]
         number = max(self._request.sampling.top_logprobs, 1)
-        ids, empty = done.token_ids, [()] * len(done.token_ids)
-        values = done.log_probs or [math.nan] * len(ids)
-        tops = zip(
-            done.top_token_ids or empty, done.top_log_probs or empty, strict=True
-        )
+        tops = zip(sampled, done.top_token_ids, done.top_log_probs, strict=True)
         rows = []
-        for token, value, (top_ids, top_values) in zip(ids, values, tops, strict=True):
-            sampled = _entry(token, value)
-            rivals = [
-                _entry(top, top_value)
-                for top, top_value in zip(top_ids, top_values, strict=True)
-                if top != token
-            ]
-            entries = [sampled, *rivals[: number - 1]]
-            rows.append(_Row(sampled.token, sampled.logprob, entries))
+        for entry, ids, log_probs in tops:
+            rivals = [e for e in _entries(ids, log_probs) if e.token != entry.token]
+            entries = (entry, *rivals[: number - 1])
+            rows.append(_Row(entry.token, entry.logprob, entries))
         return rows
 
 
@@ -218,8 +213,12 @@ def prompt_logprobs(
     ]
 
 
-def _entry(token: int, value: float) -> _Entry:
-    return _Entry(token_name(token), value if math.isfinite(value) else UNKNOWN)
+def _entries(ids: Sequence[int], values: Sequence[float]) -> list[_Entry]:
+    # Inlines token_name(): an answer has hundreds.
+    return [
+        _Entry(f"token_id:{token}", value if math.isfinite(value) else UNKNOWN)
+        for token, value in zip(ids, values, strict=True)
+    ]
 
 
 def _finite(value: float) -> float:

@@ -207,7 +207,10 @@ class VLLM(Dialect):
         served = engine.capabilities.server_args.get("served_model_name")
         names = {engine.model_path, engine.capabilities.model_path, served, ""}
         # A server is started with the path of a folder from here, too.
-        if names.isdisjoint({model, os.path.abspath(os.path.expanduser(model))}):
+        if (
+            model not in names
+            and os.path.abspath(os.path.expanduser(model)) not in names
+        ):
             raise GatewayError(
                 f"The model `{model}` does not exist; there are "
                 f"{', '.join([served or engine.model_path, *engine.adapters])}.",
@@ -237,7 +240,7 @@ def _read_completion(fields: Mapping[str, Any]) -> Request:
 
 
 def _check_tokens(name: str, value: Any) -> Sequence[int]:
-    if isinstance(value, list) and value and all(type(t) is int for t in value):
+    if isinstance(value, list) and set(map(type, value)) == {int}:
         return value
     raise ConfigurationError(f"{name} must be a list of at least one token id.")
 
