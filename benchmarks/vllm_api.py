@@ -24,6 +24,7 @@ from script import print_row, read_options
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.vllm.dialect import VLLM
+from torchrl_sglang.support.garbage import old_objects_frozen
 
 CLIENT = "client"
 """The argument of the process that the client is in."""
@@ -85,6 +86,8 @@ def main() -> None:
     with (
         start_engine(arguments.model, device=arguments.device) as engine,
         Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
+        # As in the process of `serve`.
+        old_objects_frozen(),
     ):
         print_row("requests/s", "SGLang", "vLLM's", "ratio", "ms processor")
         for number in range(arguments.repeats + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+from functools import lru_cache
 
 from aiohttp import web
 from yarl import URL
@@ -41,7 +42,8 @@ class Access:
         name, key = request.match_info.get("session"), self.key(request)
         is_owner = self._is_owner(key)
         if name is None and self._gateway.sessionless:
-            return self._session_of(key) or self._anonymous(request)
+            session = self._session_of(key) if key else None
+            return session or self._anonymous(request)
         if name is None:
             if key is None or is_owner:
                 raise GatewayError(
@@ -140,6 +142,7 @@ def _check_local(request: web.Request) -> None:
             )
 
 
+@lru_cache
 def _is_local(url: str) -> bool:
     try:
         return is_loopback(URL(url).host or "")
