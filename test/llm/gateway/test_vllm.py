@@ -137,6 +137,7 @@ def test_openai_s_requests_with_vllm_s_fields(client):
     body = {
         "prompt": PROMPT,
         "max_tokens": 4,
+        "ignore_eos": True,
         "top_k": 0,
         "logprobs": 0,
         "n": 1,
