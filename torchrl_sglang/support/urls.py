@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import ipaddress
 import socket
+import struct
 from collections.abc import Sequence
 
 from yarl import URL
@@ -19,6 +21,9 @@ KEY_VARIABLE = "TORCHRL_SGLANG_API_KEY"
 
 ADMIN_KEY_VARIABLE = "TORCHRL_SGLANG_ADMIN_API_KEY"
 """Environment variable with the servers' key for control calls, if it differs."""
+
+
+_SIOCGIFADDR = 0x8915
 
 
 def normalize_url(url: str) -> str:
@@ -92,6 +97,25 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def interface_of(host: str) -> str | None:
+    """Returns the network interface with an IPv4 address of this machine, if any.
+
+    Gloo takes the address of the machine's name otherwise, which on Debian is 127.0.1.1.
+    """
+    if is_loopback(host):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+            except OSError:  # The interface has no address.
+                continue
+            if socket.inet_ntoa(reply[20:24]) == host:
+                return name
+    return None
 
 
 def is_this_machine(url: str) -> bool:

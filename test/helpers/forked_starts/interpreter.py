@@ -25,6 +25,7 @@ def ask(arguments: list[str]) -> socket.socket | None:
             "arguments": arguments,
             "folder": os.getcwd(),
             "environment": dict(os.environ),
+            "pid": os.getpid(),
         }
         content = json.dumps(request).encode()
         # The program begins when the pipe is closed.

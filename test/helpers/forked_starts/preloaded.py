@@ -31,6 +31,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from namespaces import enter_namespaces_of
+
 DESCRIPTORS = 4
 
 GONE_TIMEOUT_SECONDS = 5.0
@@ -169,6 +171,7 @@ def become(request: dict[str, Any], descriptors: list[int]) -> None:
         os.close(stream)
     os.environ.clear()
     os.environ.update(request["environment"])
+    enter_namespaces_of(request["pid"])
     os.chdir(request["folder"])
     os.read(pipe, 1)
     os.close(pipe)

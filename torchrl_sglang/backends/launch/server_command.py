@@ -49,7 +49,7 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest, to_python
 from torchrl_sglang.support.log import torchrl_logger
-from torchrl_sglang.support.urls import is_loopback, url_of
+from torchrl_sglang.support.urls import interface_of, is_loopback, url_of
 from torchrl_sglang.types import WeightLoader
 
 SERVER_ENVIRONMENT = {
@@ -138,9 +138,11 @@ def make_server_command(
     variables = inherited_environment(
         os.environ, own_python=program[0] != sys.executable
     )
-    if is_loopback(host) and int(arguments.get("nnodes") or 1) == 1:
+    many_nodes = int(arguments.get("nnodes") or 1) > 1
+    interface = None if many_nodes and is_loopback(host) else interface_of(host)
+    if interface is not None:
         # Otherwise gloo listens on the address of the machine's name.
-        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
     variables |= SERVER_ENVIRONMENT | device_variables | check_environment(environment)
     flags = find_flags(program[0], variables)
     path = search_path(arguments, variables.get("PYTHONPATH", ""))

@@ -31,7 +31,7 @@ from torch.distributed import distributed_c10d
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.log import torchrl_logger
-from torchrl_sglang.support.urls import is_loopback
+from torchrl_sglang.support.urls import interface_of, is_loopback
 from torchrl_sglang.types import ServerArgs
 
 LISTEN_BACKLOG = 512
@@ -120,10 +120,11 @@ def _variable(name: str, value: str) -> Iterator[None]:
 
 
 def gloo_listens_on(address: str) -> AbstractContextManager[None]:
-    """Makes gloo listen on loopback if ranks meet there and the user chose nothing."""
-    if not is_loopback(address) or GLOO_INTERFACE in os.environ:
+    """Makes gloo listen where ranks meet, unless the user chose an interface."""
+    interface = None if GLOO_INTERFACE in os.environ else interface_of(address)
+    if interface is None:
         return nullcontext()
-    return _variable(GLOO_INTERFACE, "lo")
+    return _variable(GLOO_INTERFACE, interface)
 
 
 def join(
