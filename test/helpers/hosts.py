@@ -45,7 +45,9 @@ _PROGRAM = """
 import fcntl, os, socket, struct, subprocess, sys
 number, name, address, hosts, mtu = sys.argv[1:]
 socket.sethostname(name)
-subprocess.run(["mount", "--bind", hosts, "/etc/hosts"], check=True)
+# Questions to a name server that is out of reach would take ten seconds each.
+for file, place in ((hosts, "/etc/hosts"), ("/dev/null", "/etc/resolv.conf")):
+    subprocess.run(["mount", "--bind", file, place], check=True)
 tun = os.open("/dev/net/tun", os.O_RDWR)
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x1, 0x1000
 fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", b"eth0", IFF_TUN | IFF_NO_PI))
@@ -53,6 +55,8 @@ for words in (
     "link set lo up",
     f"addr add {address}/24 dev eth0",
     f"link set eth0 up mtu {mtu}",
+    # Programs find their address by the route to a far one.
+    "route add default dev eth0",
 ):
     subprocess.run(["ip", *words.split()], check=True)
 line = socket.socket(fileno=int(number))
@@ -89,12 +93,12 @@ class Host:
         self._started: list[subprocess.Popen[str]] = []
         self._namespace = namespace_of(self._keeper.pid, "net")
 
-    def command(self, words: Sequence[object]) -> list[str]:
-        """Returns the command that runs another one on this host."""
+    def command(self, words: Sequence[object], folder: Path | None = None) -> list[str]:
+        """Returns the command that runs another one on this host, in a folder."""
         enter = [f"--{kind}" for kind in NAMESPACES]
-        # Entering a mount namespace changes the folder.
-        there = ["env", f"--chdir={os.getcwd()}"]
         target = f"--target={self._keeper.pid}"
+        # Entering a mount namespace changes the folder.
+        there = ["env", f"--chdir={folder or os.getcwd()}"]
         return ["nsenter", target, *enter, *there, *map(str, words)]
 
     def start(self, words: Sequence[object], **options: Any) -> subprocess.Popen[str]:
@@ -103,13 +107,14 @@ class Host:
         ``environment`` is added to this process's.
         """
         environment = {**os.environ, **options.pop("environment", {})}
-        process = subprocess.Popen(
-            self.command(words), env=environment, text=True, **options
-        )
+        command = self.command(words, options.pop("cwd", None))
+        process = subprocess.Popen(command, env=environment, text=True, **options)
         self._started.append(process)
         return process
 
-    def run(self, words: Sequence[object], timeout: float = 60.0, **options: Any) -> str:
+    def run(
+        self, words: Sequence[object], timeout: float = 60.0, **options: Any
+    ) -> str:
         """Runs a command, and returns its standard output."""
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with self.start(words, **pipes, **options) as process:
@@ -169,6 +174,8 @@ class Network(threading.Thread):
         """How long a packet takes, one way."""
         self.loss = 0.0
         """Fraction of the packets that are lost."""
+        self.transferred = 0
+        """Bytes of all packets that hosts have sent."""
         self._random = random.Random(0)
         self._by_address = {socket.inet_aton(host.address): host for host in hosts}
         self._by_tun = {host.tun: host for host in hosts}
@@ -197,6 +204,7 @@ class Network(threading.Thread):
         self._ended.close()
 
     def _take(self, source: Host, packet: bytes) -> None:
+        self.transferred += len(packet)
         # Kernels look for neighbours by IPv6, which this switch does not speak.
         target = self._by_address.get(packet[16:20]) if packet[0] >> 4 == 4 else None
         lost = self.loss > 0.0 and self._random.random() < self.loss

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers.log_probs import PROMPT, batch_difference, response_difference
 
-from torchrl_sglang import AsyncSGLang, SGLangWeightSyncScheme
+from torchrl_sglang import AsyncSGLang, RayLauncher, SGLangWeightSyncScheme
 from torchrl_sglang.gateway.gateway import Gateway
 
 STATE: dict[str, Any] = {}
@@ -31,10 +32,24 @@ def set_clock(ahead: float) -> None:
     time.time = lambda: right() + ahead
 
 
-def connect(model: str, **arguments: Any) -> list[str]:
-    engine = STATE["engine"] = AsyncSGLang.connect(**arguments)
+def use(engine: AsyncSGLang, model: str) -> list[str]:
+    STATE["engine"] = engine
     STATE["model"] = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return engine.control.urls
+    return sorted(server.url for server in engine.stats().servers)
+
+
+def connect(model: str, **arguments: Any) -> list[str]:
+    return use(AsyncSGLang.connect(**arguments), model)
+
+
+def start_on_ray(model: str, **arguments: Any) -> list[str]:
+    launcher = RayLauncher(strategy="SPREAD")
+    engine = AsyncSGLang.from_pretrained(model, launcher=launcher, **arguments)
+    return use(engine, model)
+
+
+def statistics() -> list[dict[str, Any]]:
+    return [asdict(server) for server in STATE["engine"].stats().servers]
 
 
 def generate(count: int, length: int) -> dict[str, Any]:
@@ -77,12 +92,9 @@ def recover() -> None:
     STATE["sender"].recover()
 
 
-def states() -> list[str]:
-    return [each.state for each in STATE["engine"].stats().servers]
-
-
 def open_gateway(host: str) -> dict[str, str]:
     STATE["gateway"] = gateway = Gateway(STATE["engine"], host=host, api_key="sk-agent")
+    gateway.start()
     session = STATE["session"] = gateway.session()
     return {"base_url": session.base_url, "key": session.key}
 

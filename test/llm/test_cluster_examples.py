@@ -17,6 +17,7 @@ import pytest
 import yaml
 from helpers.forked_starts import trainer_python
 from helpers.ray_cluster import ray_cluster
+from helpers.small_runs import write_run
 from helpers.waiting import wait_for_text
 
 FOLDER = Path(__file__).parents[2] / "examples" / "cluster"
@@ -197,31 +198,6 @@ def test_the_batch_script_ends_if_ray_does_not_start(tmp_path):
     )
     assert done.returncode == 1
     assert "The head of the Ray cluster did not start." in done.stderr
-
-
-REWARD = "def few(conversation, task):\n    return -len(conversation.response) / 10\n"
-RUN = {
-    "prompts": "prompts.jsonl",
-    "rewards": "own_reward:few",
-    "generate_kwargs": {"max_new_tokens": 8},
-    "group_size": 4,
-    "groups_per_batch": 4,
-    "checkpoint_every": 1,
-    "lr": 1e-3,
-    # What a file for one machine has; the job's servers take its place.
-    "engine": {"num_replicas": 2},
-    "output": "run",
-}
-
-
-def write_run(folder: Path, model: str, steps: int) -> list[str]:
-    """Writes what a run reads; returns the words of its program."""
-    rows = [{"query": f"Say {number}."} for number in range(24)]
-    text = "\n".join(map(json.dumps, rows))
-    (folder / "prompts.jsonl").write_text(text)
-    (folder / "own_reward.py").write_text(REWARD)
-    (folder / "run.yaml").write_text(yaml.safe_dump({**RUN, "steps": steps}))
-    return ["run.yaml", f"model={model}"]
 
 
 def start_job(folder: Path, environment: dict[str, str], words: list[str]) -> Any:

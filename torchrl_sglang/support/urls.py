@@ -102,7 +102,7 @@ def is_loopback(host: str) -> bool:
 def interface_of(host: str) -> str | None:
     """Returns the network interface with an IPv4 address of this machine, if any.
 
-    Gloo takes the address of the machine's name otherwise, which on Debian is 127.0.1.1.
+    Gloo takes the address of the machine's name otherwise: on Debian, 127.0.1.1.
     """
     if is_loopback(host):
         return "lo"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,7 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchrl_sglang.errors import SGLangError
+from torchrl_sglang.errors import ConfigurationError, SGLangError
+from torchrl_sglang.support.urls import address_facing, interface_of, url_of
+from torchrl_sglang.weight_update.transports.process_group import GLOO_INTERFACE
 
 T = TypeVar("T")
 
@@ -127,6 +130,7 @@ def find_trainer_ranks() -> TrainerRanks:
         local = int(os.environ.get("LOCAL_RANK", "0"))
         if torch.cuda.is_available():
             torch.cuda.set_device(local)
+        _choose_interface()
         both = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(both)
         atexit.register(_end_process_group)
@@ -143,6 +147,21 @@ def find_trainer_ranks() -> TrainerRanks:
             backend="gloo",
         ),
     )
+
+
+def _choose_interface() -> None:
+    """Has gloo listen where the ranks of other machines reach this one.
+
+    Otherwise it takes the address of the machine's name, which may be a loopback one.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "80")
+    if address is None:
+        return
+    # PyTorch reports an address that cannot be resolved.
+    with suppress(ConfigurationError):
+        interface = interface_of(address_facing([url_of(address, port)]))
+        if interface not in (None, "lo"):
+            os.environ.setdefault(GLOO_INTERFACE, interface)
 
 
 def _end_process_group() -> None:

@@ -418,11 +418,7 @@ class BroadcastTransport(WeightTransport):
         self._give_up()
         if not isinstance(error, Exception):
             raise error
-        hint = (
-            f" {process_group.nccl_advice()}"
-            if "invalid argument" in str(error)
-            else ""
-        )
+        hint = process_group.advice_for(str(error))
         raise WeightTransferError(
             f"{problem}: {error}{hint}{advice}", untouched=untouched
         ) from error

@@ -282,6 +282,20 @@ def nccl_advice(servers: str = "0") -> str:
     )
 
 
+def advice_for(problem: str) -> str:
+    """Returns the remedy, behind a space, for an error of NCCL or gloo; or nothing."""
+    if "invalid argument" in problem:
+        return f" {nccl_advice()}"
+    if "connectFullMesh" in problem:
+        return (
+            f". Gloo listens on the address of a machine's name, which others may not "
+            f"reach. Set {GLOO_INTERFACE} to the network's interface, here and for "
+            f"servers that were started without this package, and start those again: "
+            f"they may wait half an hour for this group."
+        )
+    return ""
+
+
 def _has_begun() -> bool:
     for group in list(distributed_c10d._world.pg_map):
         try:

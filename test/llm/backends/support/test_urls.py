@@ -23,6 +23,7 @@ from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import (
     address_facing,
+    interface_of,
     is_loopback,
     is_this_machine,
     split_credentials,
@@ -81,6 +82,12 @@ def test_which_servers_run_on_this_machine(own_address):
     there = ["198.51.100.7", "2001:db8::7", NO_NAME]
     assert [is_this_machine(url_of(host, 1)) for host in here] == [True] * 5
     assert [is_this_machine(url_of(host, 1)) for host in there] == [False] * 3
+
+
+def test_the_interface_of_an_address(own_address):
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of(own_address) not in ("lo", None)
+    assert interface_of("198.51.100.7") is None
 
 
 @pytest.mark.parametrize("owned", [False, True])
