@@ -5,7 +5,8 @@ The engine ``instant`` responds at once, so that all time is the package's own:
 * ``wrapper``: milliseconds of a sample between a TensorDict and the engine's
   ``generate`` and back: templates, tokenization, containers.
 * ``collector``: milliseconds of processor time of a turn between a task and a batch:
-  plain ``functions``, and ``environments``, a ``ChatEnv`` with a reward.
+  plain ``functions``; ``environments``, a ``ChatEnv`` with a reward; and ``shared``,
+  such a ``ChatEnv`` for each group.
 * ``gateway``: conversations, all at once, of agents in another process; then the engine
   alone is sent the very prompts that the gateway has recorded, turn by turn.
   *Processor* is the time of the thread of the gateway and the engine for a turn, of
@@ -149,8 +150,9 @@ async def step(conversation: Any, task: Any) -> None:
 def make_collector(kind: str, policy: SGLangWrapper, groups: int) -> AsyncLLMCollector:
     """Returns a collector of this kind, of endless batches."""
     way: dict[str, Any] = {"rewards": reward, "step": step}
-    if kind == "environments":
-        way = {"env": lambda: make_env(policy.tokenizer)}
+    if kind != "functions":
+        size = GROUP_SIZE if kind == "shared" else 1
+        way = {"env": lambda: make_env(policy.tokenizer, size)}
     queries = ["x" * (PROMPT_CHARACTERS - number % 32) for number in range(groups)]
     return AsyncLLMCollector(
         policy=policy,
@@ -167,7 +169,7 @@ def measure_collector(groups: int, repeats: int) -> None:
     policy = SGLangWrapper(InstantEngine(COLLECTOR_TOKENS))
     print("milliseconds of processor time for each turn")
     print_row("collector", "median", "mean")
-    for kind in ("functions", "environments"):
+    for kind in ("functions", "environments", "shared"):
         with make_collector(kind, policy, groups) as collector:
             batches, times = iter(collector), []
             next(batches)

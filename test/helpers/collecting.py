@@ -115,12 +115,13 @@ class OneReward(Transform):
     """Rewards each step with 1."""
 
     def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
-        return next_tensordict.set("reward", torch.ones(1, 1, 1))
+        shape = (*next_tensordict.batch_size, 1, 1)
+        return next_tensordict.set("reward", torch.ones(shape))
 
 
-def one_turn_env(*transforms: Transform) -> ChatEnv:
+def one_turn_env(*transforms: Transform, size: int = 1) -> ChatEnv:
     """Returns an environment whose conversations end after one turn."""
-    env = ChatEnv(batch_size=(1,))
+    env = ChatEnv(batch_size=(size,))
     for transform in (StepCounter(max_steps=1), *transforms):
         env = env.append_transform(transform)
     return env

@@ -23,6 +23,8 @@ from tensordict import (
     TensorDictBase,
     is_tensor_collection,
 )
+from torchrl.data.llm import History
+from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
 from torchrl_sglang.policies.outputs import wrap
 
@@ -73,6 +75,70 @@ class FastCopied(LazyStackedTensorDict):
         return batch
 
 
+class StepInput(LazyStackedTensorDict):
+    """Input of an environment's step, whose containers are read and written directly.
+
+    ``ChatEnv`` reads a container of conversations from its input, and writes another
+    one, without a batch size, to an empty copy of it. TensorDict checks and clones
+    every message for that.
+    """
+
+    def _clone(self, recurse: bool = True) -> LazyStackedTensorDict:
+        rows = [copy_tree(row, recurse) for row in self.tensordicts]
+        return StepInput(
+            *rows, stack_dim=self.stack_dim, stack_dim_name=self._td_dim_name
+        )
+
+    def _get_str(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        values: list[Any] = [
+            row._tensordict.get(key) if type(row) is TensorDict else None
+            for row in self.tensordicts
+        ]
+        kind = type(values[0])
+        if kind not in _CONTAINERS or {kind} != set(map(type, values)):
+            return super()._get_str(key, *args, **kwargs)
+        rows = [value._tensordict for value in values]
+        stack = StepInput(*rows, stack_dim=self.stack_dim)
+        return wrap(kind, stack, values[0]._non_tensordict)
+
+    def _set_str(self, key: str, value: Any, **kwargs: Any) -> Any:
+        content: Any = getattr(value, "_tensordict", None)
+        if (
+            type(value) not in _CONTAINERS
+            or type(content) is not TensorDict
+            or content.batch_size
+            or kwargs["inplace"]
+            or self.is_locked
+            or not all(map(self._is_column, content.values()))
+        ):
+            return super()._set_str(key, value, **kwargs)
+        for index, row in enumerate(self.tensordicts):
+            parts = {
+                name: wrap(
+                    type(part),
+                    copy_tree(part._tensordict.tensordicts[index], recurse=False),
+                    part._non_tensordict,
+                )
+                for name, part in content.items()
+            }
+            container = wrap(type(value), _filled(row, parts), value._non_tensordict)
+            row._tensordict[key] = container
+        return self
+
+    def _is_column(self, part: Any) -> bool:
+        """Returns whether an entry has one conversation for each row."""
+        stack = getattr(part, "_tensordict", None)
+        return (
+            type(stack) is StepInput
+            and stack.stack_dim == self.stack_dim == 0
+            and len(stack.tensordicts) == len(self.tensordicts)
+            and all(type(row) is TensorDict for row in self.tensordicts)
+        )
+
+
+_CONTAINERS = frozenset({ChatHistory, History, Text, Tokens})
+
+
 class Fresh(LazyStackedTensorDict):
     """A batch that TorchRL is about to clone, though nothing else refers to it."""
 
@@ -86,9 +152,9 @@ _STACKS = (LazyStackedTensorDict, FastCopied, Fresh)
 def step(env: Any, batch: TensorDictBase) -> TensorDictBase:
     """Returns ``env.step(batch)``; transforms work on a clone of their input."""
     if type(batch) is LazyStackedTensorDict and batch.device == env.device:
-        batch = FastCopied(*batch.tensordicts, stack_dim=batch.stack_dim)
+        batch = StepInput(*batch.tensordicts, stack_dim=batch.stack_dim)
     output: TensorDictBase = env.step(batch)
-    if type(output) is FastCopied:
+    if type(output) is StepInput:
         return _stacked(output, output.tensordicts)
     return output
 

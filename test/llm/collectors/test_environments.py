@@ -10,7 +10,7 @@ from helpers.waiting import wait_until
 from tensordict import set_list_to_stack
 from torchrl.envs.llm import ChatEnv
 
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import CollectionError, ConfigurationError
 
 
 async def coroutine_of_env() -> ChatEnv:
@@ -76,13 +76,47 @@ def test_values_that_are_no_environment_are_refused(make_with_env):
         make_with_env(one_turn_env())
     with pytest.raises(ConfigurationError, match="env=.* is a coroutine function"):
         make_with_env(coroutine_of_env)
-    for wrong in (lambda: ChatEnv(batch_size=(2,)), dict):
+    for wrong in (lambda: ChatEnv(batch_size=(3,)), dict):
         with pytest.raises(ConfigurationError, match=r"batch size \(1,\)"):
-            make_with_env(wrong)
+            make_with_env(wrong, group_size=4)
     with pytest.raises(ConfigurationError, match="step cannot be given with env"):
         make_with_env(one_turn_env, step=print)
     with set_list_to_stack(False), pytest.raises(ConfigurationError, match="set_list"):
         make_with_env(one_turn_env)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 3, 100])
+def test_conversations_that_share_an_environment(make_with_env, max_in_flight):
+    collector = make_with_env(
+        lambda: one_turn_env(OneReward(), size=2),
+        group_size=4,
+        max_in_flight=max_in_flight,
+        total_groups=4,
+    )
+    batches = list(collector)
+    seen = [answer for batch in batches for answer in answers(batch)]
+    assert sorted(seen) == [number for number in range(4) for _ in range(4)]
+    assert all(batch["next", "done"].all() for batch in batches)
+    assert collector.stats()["groups_retried"] == 0
+    tensors = [row["tokens", "full"] for batch in batches for row in batch.unbind(0)]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 16
+
+
+def test_a_shared_environment_is_for_a_single_turn(make_with_env):
+    collector = make_with_env(
+        lambda: ChatEnv(batch_size=(2,)), group_size=2, max_retries=0
+    )
+    with pytest.raises(CollectionError, match=r"go on after.*StepCounter\(max_steps"):
+        next(iter(collector))
+
+
+def test_environments_of_different_batch_sizes_are_refused(make_with_env):
+    sizes = iter([1] + [2] * 100)
+    collector = make_with_env(
+        lambda: one_turn_env(OneReward(), size=next(sizes)), group_size=2, max_retries=0
+    )
+    with pytest.raises(CollectionError, match="of one batch size, got 2 after 1"):
+        next(iter(collector))
 
 
 def test_one_that_is_made_too_late_is_used_later(make_with_env):

@@ -61,9 +61,9 @@ def expected(policy, tokenizer, turns, group_size) -> TensorDictBase:
     return data
 
 
-def make_chat_env(tokenizer, turns) -> ChatEnv:
-    """The same environment for one conversation, which is given its tasks."""
-    env = ChatEnv(batch_size=(1,), tokenizer=tokenizer)
+def make_chat_env(tokenizer, turns, size=1) -> ChatEnv:
+    """The same environment for some conversations, which are given their tasks."""
+    env = ChatEnv(batch_size=(size,), tokenizer=tokenizer)
     env = env.append_transform(StepCounter(max_steps=turns))
     env.append_transform(LengthReply())
     return env.append_transform(LengthReward())
@@ -85,7 +85,7 @@ def to_plain(value):
     return value if isinstance(value, torch.Tensor) else getattr(value, "data", value)
 
 
-@pytest.mark.parametrize("form", ["functions", "environments"])
+@pytest.mark.parametrize("form", ["functions", "environments", "shared environments"])
 @pytest.mark.parametrize(
     ("prefer_tokens", "info"), diagonal([False, True], [False, True])
 )
@@ -93,6 +93,8 @@ def to_plain(value):
 def test_every_key_is_that_of_llm_collector(
     make, fake_engine, tokenizer, turns, group_size, info, prefer_tokens, form
 ):
+    if form == "shared environments" and turns > 1:
+        pytest.skip("They are for conversations of a single turn.")
     policy = SGLangWrapper(
         fake_engine,
         generate_kwargs={"max_new_tokens": 6},
@@ -103,7 +105,8 @@ def test_every_key_is_that_of_llm_collector(
     if form == "functions":
         kind = {"step": step, "max_turns": turns}
     else:
-        kind = {"env": partial(make_chat_env, tokenizer, turns)}
+        size = group_size if form == "shared environments" else 1
+        kind = {"env": partial(make_chat_env, tokenizer, turns, size)}
     collector = make(
         policy=policy,
         prompts=TASKS,

@@ -103,9 +103,9 @@ async def reward(conversation: Any, task: Any) -> float:
     return 1.0
 
 
-def make_env(tokenizer: Any) -> EnvBase:
-    """Returns an environment of a single-turn conversation, with a reward."""
-    env = ChatEnv(batch_size=(1,), tokenizer=tokenizer)
+def make_env(tokenizer: Any, size: int = 1) -> EnvBase:
+    """Returns an environment of single-turn conversations, with a reward."""
+    env = ChatEnv(batch_size=(size,), tokenizer=tokenizer)
     # Each call makes another environment.
     return env.append_transform(StepCounter(max_steps=1)).append_transform(Reward())
 

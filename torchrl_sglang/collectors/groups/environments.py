@@ -1,16 +1,17 @@
 """Groups of conversations of TorchRL environments, stepped beside the event loop.
 
-Each conversation has an environment of its own, of batch size 1, which is used again
-when the conversation has ended. Environments run in threads; while the engine generates
-for one, others step.
+Each conversation has an environment of its own, of batch size 1, or conversations of a
+single turn share one. It is used again when they have ended. Environments run in
+threads; while the engine generates for one, others step.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ class _EnvironmentStep:
     """A step of an environment."""
 
     row: TensorDictBase
-    """Output of the environment's step, of batch size 1."""
+    """Output of the environment's step for one conversation."""
     completion: Completion
     policy_version: int
     """Policy version when the prompt was sent."""
@@ -64,7 +65,7 @@ class _EnvironmentStep:
 
 @dataclass(kw_only=True, slots=True)
 class _Observation:
-    """Observation of an environment, and the requests for a response to it."""
+    """Observation of an environment, and the requests for responses to it."""
 
     td: TensorDictBase
     task: TensorDictBase
@@ -168,7 +169,9 @@ class EnvironmentGroups(GroupKind):
     Args:
         env: makes an environment of batch size ``(1,)``, with its transforms, for one
             conversation at a time. It is reset with a task of ``prompts``, not of a
-            ``DataLoadingPrimer``, and stepped in a thread.
+            ``DataLoadingPrimer``, and stepped in a thread. With batch size ``(n,)``,
+            where ``n`` divides the group size, ``n`` conversations of a group share it:
+            several times faster, for conversations of a single turn.
         num_threads (int): most threads for environments. Defaults to 16.
 
     Raises:
@@ -219,11 +222,18 @@ class EnvironmentGroupMaker(GroupMaker):
         )
         super().__init__(setting, columns, groups.num_threads)
         self._make_env = groups.env
+        self._batch_size = 0
         self._timeouts = setting.timeouts
         self._environments = _Environments(self._make, seconds=self._timeouts.shutdown)
 
     def _make(self) -> EnvBase:
-        env = _check(self._make_env())
+        env = _check(self._make_env(), self.size)
+        self._batch_size = self._batch_size or env.batch_size[0]
+        if env.batch_size[0] != self._batch_size:
+            raise ConfigurationError(
+                f"env must make environments of one batch size, got "
+                f"{env.batch_size[0]} after {self._batch_size}."
+            )
         # RetrieveKL takes the policy of this object.
         env.register_collector(self)
         return env
@@ -237,38 +247,67 @@ class EnvironmentGroupMaker(GroupMaker):
     ) -> list[Episode]:
         """Returns the complete conversations about a task."""
         check_task(task, self._columns)
+        settings = [
+            self.conversation_setting(position, sample, policy_version)
+            for sample in range(self.size)
+        ]
+        if self._batch_size == 1:
+            return await together(self._run_alone(task, s, turn) for s in settings)
+        parts = await together(
+            self._run_together(task, settings[first : first + self._batch_size], turn)
+            for first in range(0, self.size, self._batch_size)
+        )
+        return [episode for part in parts for episode in part]
 
-        async def one(sample: int) -> Episode:
-            setting = self.conversation_setting(position, sample, policy_version)
-            async with turn():
-                return await self._run_episode(task, setting)
-
-        return await together(one(sample) for sample in range(self.size))
-
-    async def _run_episode(
-        self, task: Mapping[str, Any], setting: ConversationSetting
+    async def _run_alone(
+        self,
+        task: Mapping[str, Any],
+        setting: ConversationSetting,
+        turn: Callable[[], Any],
     ) -> Episode:
-        """Runs one conversation; its environment is not used again if it fails."""
-        environment = await self._get()
+        """Runs one conversation."""
         episode: Episode = []
-        try:
+        async with turn(), self._environment() as environment:
             prompt = await self._use(environment, "reset", self._reset, task)
             while prompt is not None:
-                version = setting.policy_version()
-                completion = await self._respond(prompt, len(episode), setting)
-                row, prompt = await self._use(
-                    environment, "stepped", self._step, prompt, completion
+                answer = await self._respond(prompt.requests, len(episode), setting)
+                (step,), prompt = await self._use(
+                    environment, "stepped", self._step, prompt, [answer]
                 )
-                episode.append(
-                    _EnvironmentStep(
-                        row=row, completion=completion, policy_version=version
-                    )
-                )
+                episode.append(step)
+        return episode
+
+    async def _run_together(
+        self,
+        task: Mapping[str, Any],
+        settings: Sequence[ConversationSetting],
+        turn: Callable[[], Any],
+    ) -> list[Episode]:
+        """Runs conversations of a single turn in one environment."""
+        async with self._environment() as environment:
+            prompt = await self._use(environment, "reset", self._reset, task)
+
+            async def respond(sample: int) -> tuple[Completion, int]:
+                request = prompt.requests[sample]
+                async with turn():
+                    return await self._respond([request], 0, settings[sample])
+
+            answers = await together(map(respond, range(len(settings))))
+            steps, _ = await self._use(
+                environment, "stepped", self._step, prompt, answers
+            )
+        return [[step] for step in steps]
+
+    @asynccontextmanager
+    async def _environment(self) -> AsyncIterator[_Environment]:
+        """Yields an idle environment, which is not used again after an error."""
+        environment = await self._get()
+        try:
+            yield environment
         except BaseException:
             self._environments.discard(environment)
             raise
         self._environments.put(environment)
-        return episode
 
     async def _get(self) -> _Environment:
         """Returns an environment; one that comes too late is the next one's."""
@@ -309,11 +348,14 @@ class EnvironmentGroupMaker(GroupMaker):
             return await self._blocking.run(function, seconds=self._timeouts.step)
 
     async def _respond(
-        self, prompt: _Observation, turn: int, setting: ConversationSetting
-    ) -> Completion:
-        requests = [
-            replace(request, priority=setting.priority) for request in prompt.requests
-        ]
+        self,
+        requests: Sequence[SampleRequest],
+        turn: int,
+        setting: ConversationSetting,
+    ) -> tuple[Completion, int]:
+        """Returns the response of one conversation, and the policy version before."""
+        version = setting.policy_version()
+        requests = [replace(request, priority=setting.priority) for request in requests]
         if setting.seed_of is not None:
             requests = [
                 _with_seed(request, setting.seed_of(turn, request.input_ids))
@@ -331,12 +373,12 @@ class EnvironmentGroupMaker(GroupMaker):
         finally:
             self.generating.add(-1)
         assert isinstance(completion, Completion)
-        return completion
+        return completion, version
 
     def _reset(self, env: EnvBase, task: Mapping[str, Any]) -> _Observation:
         """Returns the first observation of an environment, with its requests."""
         td = TensorDict(to_values(task))
-        first = env.reset(lazy_stack([td.copy()]))
+        first = env.reset(lazy_stack([td.clone() for _ in range(self._batch_size)]))
         try:
             return self._read(first, td)
         except ChatTemplateError as error:
@@ -347,26 +389,44 @@ class EnvironmentGroupMaker(GroupMaker):
         return _Observation(td=td, task=task, prompts=prompts, requests=requests)
 
     def _element(self, td: TensorDictBase) -> TensorDictBase:
-        """Returns the only element of a stack, which is read and written directly."""
-        if type(td) is LazyStackedTensorDict and self.policy.inplace is True:
+        """Returns the element of a stack of one, which is read and written directly."""
+        is_single = type(td) is LazyStackedTensorDict and len(td.tensordicts) == 1
+        if is_single and self.policy.inplace is True:
             element: TensorDictBase = td.tensordicts[0]
             return element
         return td
 
     def _step(
-        self, env: EnvBase, prompt: _Observation, completion: Completion
-    ) -> tuple[TensorDictBase, _Observation | None]:
-        """Returns the step, and the next observation unless it was the last step."""
+        self,
+        env: EnvBase,
+        prompt: _Observation,
+        answers: Sequence[tuple[Completion, int]],
+    ) -> tuple[list[_EnvironmentStep], _Observation | None]:
+        """Returns the steps, and the next observation unless all have ended."""
         td = prompt.td
-        written = self.policy.finish(self._element(td), prompt.prompts, [completion])
-        row = step(env, td if written.ndim == 0 else written)
-        following = row["next"]
+        completions = [completion for completion, _ in answers]
+        written = self.policy.finish(self._element(td), prompt.prompts, completions)
+        output = step(env, td if written.ndim == 0 else written)
+        following = output["next"]
         # A DataLoadingPrimer would put the task there.
         missing = prompt.task.exclude(*following.keys())
-        following.update(lazy_stack([missing]))
-        if following["done"].any():
-            return row, None
-        return row, self._read(env.step_mdp(row), prompt.task)
+        following.update(lazy_stack([missing.clone() for _ in answers]))
+        steps = [
+            _EnvironmentStep(row=row, completion=completion, policy_version=version)
+            for row, (completion, version) in zip(
+                output.unbind(0), answers, strict=True
+            )
+        ]
+        if following["done"].flatten(1).any(-1).all():
+            return steps, None
+        if self._batch_size > 1:
+            raise ConfigurationError(
+                f"conversations go on after their first turn in an environment of "
+                f"batch size ({self._batch_size},), which is for a single turn: make "
+                f"environments of batch size (1,), or end the conversations, as with "
+                f"StepCounter(max_steps=1)"
+            )
+        return steps, self._read(env.step_mdp(output), prompt.task)
 
     def turns(self, group: Sequence[Episode]) -> Iterator[tuple[Completion, int]]:
         """Yields the responses of a group, and the policy version of each."""
@@ -379,7 +439,7 @@ class EnvironmentGroupMaker(GroupMaker):
         rows = []
         for episode in group:
             for turn in episode:
-                row = turn.row[0]
+                row = turn.row
                 version = turn.policy_version
                 oldest = torch.tensor(
                     self._versions.oldest([(turn.completion, version)])
@@ -397,7 +457,7 @@ class EnvironmentGroupMaker(GroupMaker):
         """Returns the responses of a group for :class:`.GroupEnded`."""
         return [
             record_episode(
-                [(step.row[0], step.completion, step.policy_version) for step in steps],
+                [(step.row, step.completion, step.policy_version) for step in steps],
                 self._versions,
             )
             for steps in group
@@ -414,11 +474,13 @@ def _with_seed(request: SampleRequest, seed: int) -> SampleRequest:
     return replace(request, sampling_params=params)
 
 
-def _check(env: Any) -> EnvBase:
-    if not isinstance(env, EnvBase) or env.batch_size != (1,):
-        shape = tuple(getattr(env, "batch_size", ()))
+def _check(env: Any, group_size: int) -> EnvBase:
+    shape = tuple(getattr(env, "batch_size", ()))
+    fits = len(shape) == 1 and shape[0] > 0 and group_size % shape[0] == 0
+    if not isinstance(env, EnvBase) or not fits:
         raise ConfigurationError(
             f"env must make TorchRL environments of batch size (1,), one for each "
-            f"conversation, got {type(env).__name__} of batch size {shape}."
+            f"conversation, or (n,), for n conversations of a group of {group_size}, "
+            f"got {type(env).__name__} of batch size {shape}."
         )
     return env
