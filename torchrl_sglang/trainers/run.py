@@ -157,7 +157,10 @@ class Run:
     def __enter__(self) -> Self:
         """Makes the parts of the run, starting servers; they end with the block."""
         if self._stack is not None:
-            raise ConfigurationError("This run is under way already.")
+            raise ConfigurationError(
+                "This run has begun already. Within its `with` block call its steps, "
+                "such as `batches()`; `train()` makes and ends such a block itself."
+            )
         with ExitStack() as stack:
             self._stack = stack
             try:

@@ -626,8 +626,13 @@ def test_held_out_prompts_of_an_iterator(make):
 
 def test_two_runs_in_one_folder(make, tmp_path):
     first, second = make(steps=1), make(steps=1, resume="auto")
-    with first, pytest.raises(ConfigurationError, match="this process; .* output"):
-        second.train()
+    with first:
+        with pytest.raises(ConfigurationError, match="this process; .* output"):
+            second.train()
+        with pytest.raises(
+            ConfigurationError, match="begun already. Within its `with`"
+        ):
+            first.train()
     second.train()
 
 
