@@ -2,7 +2,8 @@
 
 A server scores responses of random tokens. The limit is the server's own prefill of the
 same tokens without log-probs, in one request for all, after a flush of its cache like
-each round. Then a student takes optimizer steps of these responses with advantages
+each round. It has no logits but those of the last tokens, so there is a second limit,
+the same request with log-probs. Then a student takes optimizer steps of these responses with advantages
 alone, and with the teacher's scores, which are a part of the step's time. Generation
 and weight update come on top of both, and are the same.
 
@@ -55,9 +56,9 @@ def estimators(engine: Any) -> dict[str, Distillation]:
     return found
 
 
-def prefill(url: str, rows: list[list[int]]) -> None:
-    """Computes rows as prompts, in one request without log-probs."""
-    body = {"input_ids": rows, "sampling_params": {"max_new_tokens": 0}}
+def prefill(url: str, rows: list[list[int]], **options: Any) -> None:
+    """Computes rows as prompts, in one request."""
+    body = {"input_ids": rows, "sampling_params": {"max_new_tokens": 0}, **options}
     request = urllib.request.Request(
         f"{url}/generate",
         json.dumps(body).encode(),
@@ -70,8 +71,10 @@ def prefill(url: str, rows: list[list[int]]) -> None:
 def compare_scores(engine: Any, batch: TensorDictBase, repeats: int) -> None:
     """Prints tokens a second of the prefill and of each estimator's scores, in turn."""
     rows = [row["tokens", "full"].tolist() for row in batch.unbind(0)]
+    logits = {"return_logprob": True, "logprob_start_len": 0}
     calls: dict[str, Callable[[], Any]] = {
-        "raw prefill": lambda: prefill(engine.server_url, rows)
+        "raw prefill": lambda: prefill(engine.server_url, rows),
+        "raw, log-probs": lambda: prefill(engine.server_url, rows, **logits),
     }
     for name, settings in estimators(engine).items():
         teacher = Teacher(engine, settings)
