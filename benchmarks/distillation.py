@@ -3,9 +3,9 @@
 A server scores responses of random tokens. The limit is the server's own prefill of the
 same tokens without log-probs, in one request for all, after a flush of its cache like
 each round. It has no logits but those of the last tokens, so there is a second limit,
-the same request with log-probs. Then a student takes optimizer steps of these responses with advantages
-alone, and with the teacher's scores, which are a part of the step's time. Generation
-and weight update come on top of both, and are the same.
+the same request with log-probs. Then a student takes optimizer steps of these responses
+with advantages alone, and with the teacher's scores, which are a part of the step's
+time. Generation and weight update come on top of both, and are the same.
 
     python benchmarks/distillation.py 7b --student 0.5b --responses 64 --tokens 1024
     python benchmarks/distillation.py tiny --student tiny --device cpu --responses 16

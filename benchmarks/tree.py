@@ -4,10 +4,12 @@ Groups of responses share a prompt, whose length makes the ratio of all tokens t
 distinct ones. The limit is a packed step of the distinct tokens alone: each prompt with
 one of its responses, the other responses without it, so that their attention to it is
 missing. Memory is that beyond weights, gradients and optimizer. All steps have passes
-of at most as many tokens, or one pass for all, and are measured in turn.
+of at most as many tokens, or one pass for all, and are measured in turn. Recorded rows
+are those of a file of ``gateway.to_dataset().to_json(path)``, without that limit.
 
     python benchmarks/tree.py 0.5b
     python benchmarks/tree.py 0.5b --groups 16 --max-tokens-per-pass 65536
+    python benchmarks/tree.py 0.5b --recorded agents.jsonl --max-tokens-per-pass 65536
     python benchmarks/tree.py tiny --device cpu --response-tokens 32 --repeats 3
 """
 
@@ -17,9 +19,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from datasets import Dataset
+from tensordict import TensorDictBase
 
 from script import print_row, read_options
-from torchrl_sglang import CorrectedGRPOLoss, Learner
+from torchrl_sglang import CorrectedGRPOLoss, Learner, dataset_to_batch
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import scorer
@@ -57,15 +61,29 @@ def make_work(model: Any, ratio: float, arguments: Any) -> Work:
     )
 
 
-def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns a call for one step of each kind."""
+def read_recorded(path: str, model: Any, arguments: Any) -> tuple[Work, TensorDictBase]:
+    """Returns recorded rows, and their batch with random advantages."""
+    batch = dataset_to_batch(Dataset.from_json(path))
+    for row in batch.unbind(0):
+        row["advantage"] = torch.randn(1, 1)
+    rows = [row["tokens", "full"] for row in batch.unbind(0)]
+    work = Work(
+        model=model,
+        rows=rows,
+        prompt=0,
+        group_size=1,
+        limit=arguments.max_tokens_per_pass or sum(map(len, rows)),
+        device=arguments.device,
+        ranks=TrainerRanks(),
+    )
+    return work, batch
+
+
+def make_steps(
+    work: Work, kinds: dict[str, tuple[Packing, Any]], optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Returns a call for one step of each kind, which has its packing and its batch."""
     actor = scorer(work.model, make_tiny_tokenizer())
-    whole, distinct = make_batch(work), make_batch(work, prompts_once=True)
-    kinds: dict[str, tuple[Packing, Any]] = {
-        "packed": (True, whole),
-        "tree": ("tree", whole),
-        "limit": (True, distinct),
-    }
     steps: dict[str, Any] = {}
     for name, (packing, batch) in kinds.items():
         loss = CorrectedGRPOLoss(
@@ -81,8 +99,32 @@ def make_steps(work: Work, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return steps
 
 
+def compare(
+    work: Work, kinds: dict[str, tuple[Packing, Any]], optimizer: Any, repeats: int
+) -> None:
+    """Prints seconds and memory of each kind of step."""
+    steps = make_steps(work, kinds, optimizer)
+    ratio = steps["tree"]()["train/tree_ratio"]
+    fixed = 0
+    if work.device == "cuda":
+        torch.cuda.empty_cache()
+        # Gradients are there at the peak, too.
+        fixed = torch.cuda.memory_allocated() + sum(
+            p.numel() * p.element_size() for p in work.model.parameters()
+        )
+    found = measure(steps, work, repeats)
+    packed, tree, *limit = (found[name][0] for name in steps)
+    shares = [value / tree for value in limit]
+    count = sum(map(len, work.rows))
+    print_row(f"{ratio:.2f}", count, packed, tree, packed / tree, *limit, *shares)
+    if fixed:
+        packed, tree, *limit = ((found[name][1] - fixed) / 1e9 for name in steps)
+        shares = [value / tree for value in limit]
+        print_row("  GB", "", packed, tree, packed / tree, *limit, *shares)
+
+
 def main() -> None:
-    """Prints, for each ratio, seconds and memory of each kind of step."""
+    """Prints a row for each ratio, or one for recorded rows."""
     arguments = read_options(
         __doc__,
         model="0.5b",
@@ -90,6 +132,7 @@ def main() -> None:
         groups=1,
         group_size=16,
         response_tokens=256,
+        recorded="",
         max_tokens_per_pass=0,
         ratios=(1.0, 2.0, 4.0, 8.0),
         repeats=15,
@@ -97,27 +140,24 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_trained_model(arguments.model, arguments.device)
     optimizer = optimizer_of(None, 1e-9)(model.parameters())
-    print_row("ratio", "tokens", "packed s", "tree s", "limit s", "faster", "of limit")
+    print_row("ratio", "tokens", "packed s", "tree s", "faster", "limit s", "of limit")
+    if arguments.recorded:
+        work, batch = read_recorded(arguments.recorded, model, arguments)
+        recorded: dict[str, tuple[Packing, Any]] = {
+            "packed": (True, batch),
+            "tree": ("tree", batch),
+        }
+        compare(work, recorded, optimizer, arguments.repeats)
+        return
     for wanted in arguments.ratios:
         work = make_work(model, wanted, arguments)
-        steps = make_steps(work, optimizer)
-        ratio = steps["tree"]()["train/tree_ratio"]
-        fixed = 0
-        if arguments.device == "cuda":
-            torch.cuda.empty_cache()
-            # Gradients are there at the peak, too.
-            fixed = torch.cuda.memory_allocated() + sum(
-                p.numel() * p.element_size() for p in model.parameters()
-            )
-        found = measure(steps, work, arguments.repeats)
-        seconds = [found[name][0] for name in steps]
-        packed, tree, limit = seconds
-        count = sum(map(len, work.rows))
-        print_row(f"{ratio:.2f}", count, *seconds, packed / tree, limit / tree)
-        if fixed:
-            sizes = [(found[name][1] - fixed) / 1e9 for name in steps]
-            packed, tree, limit = sizes
-            print_row("  GB", "", *sizes, packed / tree, limit / tree)
+        whole, distinct = make_batch(work), make_batch(work, prompts_once=True)
+        kinds: dict[str, tuple[Packing, Any]] = {
+            "packed": (True, whole),
+            "tree": ("tree", whole),
+            "limit": (True, distinct),
+        }
+        compare(work, kinds, optimizer, arguments.repeats)
 
 
 if __name__ == "__main__":
