@@ -32,7 +32,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from helpers.forked_starts.starter import Kind, Starter
-from torchrl_sglang.backends.launch import cpu
+from torchrl_sglang.backends.launch import cpu, loaders
 from torchrl_sglang.backends.launch.watchdog import descendants
 
 __all__ = [
@@ -144,6 +144,7 @@ def servers(python: Path) -> Kind:
                 "SGLANG_RETURN_ORIGINAL_LOGPROB",
             }
         ),
+        added_later=frozenset({str(loaders.FOLDER)}),
         most=6,
     )
 

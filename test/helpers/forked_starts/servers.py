@@ -38,6 +38,8 @@ def run(arguments: list[str]) -> None:
     """Runs the server as its launcher does, with forks in place of further imports."""
     launch: Any = sys.modules["launch"]
     sys.argv = arguments
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path += [folder for folder in folders if folder and folder not in sys.path]
     # What is spawned after all imports the launcher.
     sys.modules["__main__"].__file__ = arguments[0]
     multiprocessing.set_start_method("fork", force=True)

@@ -42,6 +42,8 @@ class Kind:
     """How variables begin that imports may read: a fork has those of its import."""
     applied_later: frozenset[str]
     """Variables of that kind that a fork follows all the same."""
+    added_later: frozenset[str] = frozenset()
+    """Folders of ``PYTHONPATH`` that a fork adds itself."""
     environments: tuple[Mapping[str, str], ...] = ()
     """Environments of the first preloaded processes; requests bring further ones."""
     most: int
@@ -49,11 +51,16 @@ class Kind:
 
     def fixed(self, environment: Mapping[str, str]) -> dict[str, str]:
         """Returns the variables on which the outcome of an import may depend. Pure."""
-        return {
+        fixed = {
             name: value
             for name, value in environment.items()
             if name.startswith(self.read_by_imports) and name not in self.applied_later
         }
+        if "PYTHONPATH" in fixed:
+            folders = fixed["PYTHONPATH"].split(os.pathsep)
+            kept = [folder for folder in folders if folder not in self.added_later]
+            fixed["PYTHONPATH"] = os.pathsep.join(kept)
+        return fixed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +121,7 @@ class Preloaded(threading.Thread):
         super().__init__(name="preloaded", daemon=True)
         self.fixed = kind.fixed(environment)
         self._kind = kind
-        self._inherited = dict(environment)
+        self._inherited = {**environment, **self.fixed}
         self._requests: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
 
     def put(self, request: Request) -> None:
