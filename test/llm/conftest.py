@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +216,7 @@ def score(hf_model: torch.nn.Module) -> Score:
 @contextmanager
 def unchanged_weights(engine: AsyncSGLang, path: str) -> Iterator[None]:
     """Fails a test after which an engine that others use has other weights."""
-    before = first_log_prob(engine)
+    before = untrained_log_prob(engine)
     yield
     after = first_log_prob(engine)
     if after != pytest.approx(before, abs=1e-4):
@@ -235,6 +235,10 @@ def first_log_prob(engine: AsyncSGLang) -> float:
         return_logprobs=True,
     )
     return response.log_probs[0]
+
+
+# Of an engine's first test; each test after it is checked when it ends.
+untrained_log_prob = cache(first_log_prob)
 
 
 def restore_weights(engine: AsyncSGLang, path: str) -> None:
