@@ -324,7 +324,7 @@ def test_the_demo_of_distillation(tiny_model_path, tmp_path):
         f"--model={tiny_model_path}",
         "--output=run",
         "--drop=1",
-        "--seconds=8",
+        "--seconds=25",
         "--eval-every=8",
         "--lr=3e-3",
         folder=tmp_path,
