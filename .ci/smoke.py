@@ -9,7 +9,12 @@ import torchrl_sglang
 from torchrl_sglang import AsyncSGLang
 from torchrl_sglang.testing.tiny_model import save_tiny_model
 
-RUN_BY_SGLANG = "torchrl_sglang.backends.launch.cpu.launch"
+RUN_BY_OTHERS = {
+    "torchrl_sglang.backends.launch.cpu.launch",
+    "torchrl_sglang.backends.launch.loaders.torchrl_sglang_vllm",
+    "torchrl_sglang.gateway.adapters.verifiers_program",
+}
+"""Programs of other Pythons, SGLang's and verifiers', with other packages."""
 
 
 def main() -> None:
@@ -18,7 +23,7 @@ def main() -> None:
     for name in torchrl_sglang.__all__:
         getattr(torchrl_sglang, name)
     for module in pkgutil.walk_packages(torchrl_sglang.__path__, "torchrl_sglang."):
-        if module.name not in (RUN_BY_SGLANG, "torchrl_sglang.__main__"):
+        if module.name not in {*RUN_BY_OTHERS, "torchrl_sglang.__main__"}:
             importlib.import_module(module.name)
     with AsyncSGLang.from_pretrained(save_tiny_model("model"), device="cpu") as engine:
         options = {"max_new_tokens": 8, "ignore_eos": True}

@@ -12,6 +12,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -30,12 +31,7 @@ FIXTURES = {
 }
 """Free name in an example -> the fixture that provides it."""
 
-NOT_IMPORTED_HERE = {
-    "torchrl_sglang.backends.launch.cpu.launch",
-    "torchrl_sglang.backends.launch.loaders.torchrl_sglang_vllm",
-    "torchrl_sglang.gateway.adapters.verifiers_program",
-}
-"""Programs of other Pythons, SGLang's and verifiers', with other packages."""
+NOT_IMPORTED_HERE = runpy.run_path(str(ROOT / ".ci" / "smoke.py"))["RUN_BY_OTHERS"]
 
 MADE_BY_SPHINX = {"generated", "tutorials"}
 """Folders of pages that the build writes."""
