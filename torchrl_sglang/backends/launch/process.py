@@ -183,6 +183,8 @@ class ServerProcess:
                 start_new_session=True,
             )
         _LIVING.add(self)
+        # A killed predecessor on another host may still hold the address.
+        self._occupied = self._answers()
         torchrl_logger.debug(f"{name} starting: {self._hide(' '.join(line))}")
 
     def _environment(self) -> dict[str, str]:
@@ -236,7 +238,8 @@ class ServerProcess:
         """Returns whether the server answers, or raises as :meth:`wait_ready` does."""
         if self._ready:
             return True
-        if self._answers():
+        answers = self._answers()
+        if answers and not self._occupied:
             self._tell_ready()
             self._ready = True
             self._config.unlink(missing_ok=True)
@@ -250,6 +253,7 @@ class ServerProcess:
                 f"was not ready after {self._start_timeout:g} s; give it more with "
                 f"start_timeout=..."
             )
+        self._occupied = self._occupied and answers
         return self._ready
 
     def _answers(self) -> bool:

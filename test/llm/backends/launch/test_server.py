@@ -99,20 +99,39 @@ def test_states():
     server.stop()
 
 
-def test_ready_when_it_answers(tmp_path):
-    port = find_free_port()
-    (tmp_path / "health").write_text("ok")
-    code = (
-        f"import http.server, os; os.chdir({str(tmp_path)!r}); "
+def answering(folder: Path, port: int) -> str:
+    (folder / "health").write_text("ok")
+    return (
+        f"import http.server, os; os.chdir({str(folder)!r}); "
         f"http.server.HTTPServer(('127.0.0.1', {port}), "
         f"http.server.SimpleHTTPRequestHandler).serve_forever()"
     )
-    with run(code, url=f"http://127.0.0.1:{port}") as server:
+
+
+def test_ready_when_it_answers(tmp_path):
+    port = find_free_port()
+    with run(answering(tmp_path, port), url=f"http://127.0.0.1:{port}") as server:
         server.wait_ready()
         assert server.state == "ready"
         os.kill(descendants(server.pid)[0], signal.SIGKILL)
         wait_until_gone([server.pid])
         assert server.state == "dead"
+
+
+def test_not_ready_while_its_predecessor_answers(tmp_path):
+    port = find_free_port()
+    url, code = f"http://127.0.0.1:{port}", answering(tmp_path, port)
+    begin = tmp_path / "begin"
+    late = f"import os, time\nwhile not os.path.exists({str(begin)!r}):\n time.sleep(0.1)"
+    with run(code, url=url) as first:
+        first.wait_ready()
+        with run(f"{late}\n{code}", url=url) as second:
+            assert not second.check_ready()
+            first.stop()
+            assert not second.check_ready()
+            begin.touch()
+            second.wait_ready()
+            assert second.state == "ready"
 
 
 def test_a_start_that_fails_shows_the_end_of_the_log():
