@@ -13,7 +13,7 @@ Another form of messages is read in ``messages.py::read_messages``, another part
 as an image, in ``content.py::text_of``, another format of tool calls in
 ``tool_calls.py::find_calls``; ``call_forms.py::CallForm`` writes calls for templates.
 Forced calls of a family of models are a row of ``call_grammars.py::CALL_FORMATS``, and
-of ``call_grammars.py::REASONING_MARKS`` for its reasoning.
+of ``tool_calls.py::REASONING_MARKS`` for its reasoning.
 ``messages.py::conversation_keys`` decides whether a turn continues an earlier one.
 ``pieces.py``, ``environment.py``, ``declarations.py`` and ``repeated.py`` are for
 speed.

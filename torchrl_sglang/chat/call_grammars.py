@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchrl_sglang.chat.tool_calls import REASONING_MARKS
 from torchrl_sglang.errors import ConfigurationError
 
 
@@ -107,22 +108,6 @@ CALL_FORMATS: dict[str, CallFormat] = {
     ),
 }
 """SGLang's name of a parser of tool calls -> format of its models."""
-
-_THINK = ("<think>", "</think>")
-
-REASONING_MARKS: dict[str, tuple[str, str]] = {
-    "deepseek-r1": _THINK,
-    "deepseek-v3": _THINK,
-    "glm45": _THINK,
-    "interns1": _THINK,
-    "kimi": ("◁think▷", "◁/think▷"),
-    "mistral": ("[THINK]", "[/THINK]"),
-    "nemotron_3": _THINK,
-    "qwen3": _THINK,
-    "qwen3-thinking": _THINK,
-    "step3": _THINK,
-}
-"""SGLang's name of a parser of reasoning -> texts before and after reasoning."""
 
 
 def response_grammar(

@@ -16,11 +16,26 @@ from typing import Any
 
 import msgspec
 
-from torchrl_sglang.chat.call_grammars import REASONING_MARKS
 from torchrl_sglang.chat.messages import read_arguments
 
 CALL_MARK = "<tool_call>"
 """Text before a call of Qwen's and Hermes's models."""
+
+_THINK = ("<think>", "</think>")
+
+REASONING_MARKS: dict[str, tuple[str, str]] = {
+    "deepseek-r1": _THINK,
+    "deepseek-v3": _THINK,
+    "glm45": _THINK,
+    "interns1": _THINK,
+    "kimi": ("◁think▷", "◁/think▷"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "nemotron_3": _THINK,
+    "qwen3": _THINK,
+    "qwen3-thinking": _THINK,
+    "step3": _THINK,
+}
+"""SGLang's name of a parser of reasoning -> texts before and after reasoning."""
 
 _END = "</tool_call>"
 _REASONING = dict(REASONING_MARKS.values())

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Se
 from dataclasses import dataclass
 from typing import Any
 
-from torchrl_sglang.chat.call_grammars import REASONING_MARKS
+from torchrl_sglang.chat.tool_calls import REASONING_MARKS
 
 CALL_MARKS: Mapping[str, tuple[str, ...]] = {
     "qwen": ("<tool_call>",),

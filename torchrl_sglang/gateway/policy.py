@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.chat.call_grammars import CALL_FORMATS, REASONING_MARKS
+from torchrl_sglang.chat.call_grammars import CALL_FORMATS
 from torchrl_sglang.chat.messages import Message, without_stop
 from torchrl_sglang.chat.pieces import shared_ids
 from torchrl_sglang.chat.template import ChatTemplate
-from torchrl_sglang.chat.tool_calls import read_calls
+from torchrl_sglang.chat.tool_calls import REASONING_MARKS, read_calls
 from torchrl_sglang.errors import (
     ConfigurationError,
     GenerationAbortedError,

@@ -9,12 +9,12 @@ from typing import Any
 
 from torchrl_sglang.chat.call_grammars import (
     CALL_FORMATS,
-    REASONING_MARKS,
     ToolChoice,
     find_format,
     find_marks,
     response_grammar,
 )
+from torchrl_sglang.chat.tool_calls import REASONING_MARKS
 from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
 from torchrl_sglang.requests.sampling import SAMPLING_PARAMETERS
 
