@@ -231,6 +231,9 @@ class Adapter:
     """Whether the servers always keep the adapter ready for batches."""
 
 
+FP8_BLOCK = 128
+"""Rows and columns of a block of FP8 weights that has a scale."""
+
 BLOCK_FP8 = "fp8 in blocks of 128 x 128"
 """``ServerCapabilities.quantized`` of servers for FP8 weights with scales."""
 

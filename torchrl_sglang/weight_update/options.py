@@ -14,15 +14,15 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import check_choice, check_flag, check_seconds
 from torchrl_sglang.types import PauseMode
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
-from torchrl_sglang.weight_update.encodings.registry import AUTO as AUTO_ENCODING
 from torchrl_sglang.weight_update.encodings.registry import (
     ENCODINGS,
     find_encoding,
 )
 from torchrl_sglang.weight_update.transports.base import TransportOptions
 from torchrl_sglang.weight_update.transports.registry import (
-    AUTO,
+    TRANSPORTS,
     check_options,
+    planned_transport,
 )
 
 RESTART_TIMEOUT_SECONDS = 600.0
@@ -36,7 +36,7 @@ WaitFor: TypeAlias = Literal["any", "all"]
 class SchemeOptions(TransportOptions):
     """The options of a :class:`.SGLangWeightSyncScheme`, which documents them."""
 
-    transport: str = AUTO
+    transport: str = "auto"
     transport_options: Mapping[str, Any] = field(default_factory=dict)
     control_timeout: float = CONTROL_TIMEOUT_SECONDS
     device: torch.device | str | int | None = None
@@ -45,7 +45,7 @@ class SchemeOptions(TransportOptions):
     pause_mode: PauseMode = "continue"
     flush_cache: bool = True
     verify: bool = False
-    encoding: WeightEncoding | str = AUTO_ENCODING
+    encoding: WeightEncoding | str = "auto"
     process_group: dist.ProcessGroup | None = None
 
     @classmethod
@@ -71,24 +71,22 @@ class SchemeOptions(TransportOptions):
             **self.shared,
         )
         self._set("transport_options", options)
-        # "auto" takes "disk" with a directory.
-        files = self.transport == AUTO and "directory" in options
-        if self.weight_loader == "traced" and (
-            files or self.transport in ("delta", "disk", "lora")
-        ):
-            name = "disk" if files else self.transport
+        transport = planned_transport(self.transport, options)
+        if self.weight_loader == "traced" and transport and not transport.traceable:
+            names = sorted(name for name, row in TRANSPORTS.items() if row.traceable)
             raise ConfigurationError(
-                f"weight_loader='traced' is for transport='broadcast' and 'cuda_ipc', "
-                f"and transport={name!r} does not use it; leave it out."
+                f"weight_loader='traced' is for transport="
+                f"{' and '.join(map(repr, names))}, and transport={transport.name!r} "
+                f"does not use it; leave it out."
             )
         seconds = check_seconds("control_timeout", self.control_timeout)
         self._set("control_timeout", seconds)
         self._set("flush_cache", check_flag("flush_cache", self.flush_cache))
         self._set("verify", check_flag("verify", self.verify))
         self._set("encoding", find_encoding(self.encoding))
-        if self.transport == "lora":
-            self._check_adapter_alone()
-        encodings = (AUTO_ENCODING, *ENCODINGS.values())
+        if transport and transport.adapter_only:
+            self._check_adapter_alone(transport.name)
+        encodings = ("auto", *ENCODINGS.values())
         if self.verify and self.encoding not in encodings:
             raise ConfigurationError(
                 "verify=True compares the servers with what was read, and an encoding "
@@ -97,15 +95,15 @@ class SchemeOptions(TransportOptions):
         if self.device is not None:
             self._set("device", _to_device(self.device))
 
-    def _check_adapter_alone(self) -> None:
+    def _check_adapter_alone(self, transport: str) -> None:
         """Refuses options for whole weights."""
         names: dict[Any, Any] = {row: name for name, row in ENCODINGS.items()}
         encoding = names.get(self.encoding, self.encoding)
         for name, value in (("encoding", encoding), ("draft", self.draft)):
             if value not in ("auto", "keep"):
                 raise ConfigurationError(
-                    f"{name}={value!r} is for whole weights, and transport='lora' "
-                    f"sends an adapter alone; leave it out."
+                    f"{name}={value!r} is for whole weights, and "
+                    f"transport={transport!r} sends an adapter alone; leave it out."
                 )
 
     @property

@@ -43,7 +43,6 @@ from torchrl_sglang.weight_update.transports.placement import (
     reach_of,
 )
 from torchrl_sglang.weight_update.transports.registry import (
-    AUTO,
     TRANSPORTS,
     check_used,
     make_options,
@@ -67,7 +66,7 @@ def resolve(
     ``takes_adapter`` returns whether the servers take one; a single rank calls it.
     """
     source = None
-    if options.transport == AUTO and options.process_group is None:
+    if options.transport == "auto" and options.process_group is None:
         adapter = trained_adapter(weights)
         if adapter is not None and takes_adapter(adapter):
             source = adapter
@@ -163,10 +162,10 @@ def make_transport(
         # From a GPU they have to go to the CPU in any case.
         device = CPU
     name, reason = options.transport, f"transport={options.transport!r} was given."
-    if name == AUTO and adapter:
+    if name == "auto" and adapter:
         name = LoraTransport.name
         reason = "The model trains a LoRA adapter, and the servers take adapters."
-    elif name == AUTO:
+    elif name == "auto":
         directory = options.transport_options.get("directory")
         path = None if directory is None else str(directory)
         name, reason = choose(find_facts(engine, device, directory=path, ranks=gpus))

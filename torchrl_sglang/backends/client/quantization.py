@@ -6,10 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_sglang.types import BLOCK_FP8, ServerArgs
-
-BLOCK = [128, 128]
-"""Supported ``weight_block_size`` of FP8 weight updates."""
+from torchrl_sglang.types import BLOCK_FP8, FP8_BLOCK, ServerArgs
 
 
 def find_quantization(
@@ -19,7 +16,8 @@ def find_quantization(
     config = _overridden(args) or checkpoint or {}
     method = config.get("quant_method")
     # Without blocks, SGLang quantises when it loads, and transposes the weights.
-    if method == "fp8" and list(config.get("weight_block_size") or ()) == BLOCK:
+    blocks = list(config.get("weight_block_size") or ())
+    if method == "fp8" and blocks == [FP8_BLOCK, FP8_BLOCK]:
         return BLOCK_FP8 if args.quantization in (None, "fp8") else args.quantization
     return args.quantization or (None if method is None else str(method))
 

@@ -13,15 +13,13 @@ from typing import Any
 
 from torchrl_sglang.backends.client.model_info import load_model_config
 from torchrl_sglang.errors import ConfigurationError
-
-BLOCK = 128
-"""Rows and columns of a block of SGLang's FP8 kernels."""
+from torchrl_sglang.types import FP8_BLOCK
 
 QUANTIZATION: Mapping[str, Any] = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "activation_scheme": "dynamic",
-    "weight_block_size": [BLOCK, BLOCK],
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
 }
 """Entry of a model's configuration, as in the checkpoints of DeepSeek-V3."""
 
@@ -85,7 +83,7 @@ def block_fp8_arguments(
         remedy = f"give tp_size={fitting[-1]}" if fitting else "leave rollout_dtype out"
         raise ConfigurationError(
             f"rollout_dtype='fp8' with tp_size={tp_size}: {problem}, which is no "
-            f"multiple of a block's {BLOCK}; {remedy}."
+            f"multiple of a block's {FP8_BLOCK}; {remedy}."
         )
     overrides = json.loads(given.get("json_model_override_args") or "{}")
     return {
@@ -103,7 +101,7 @@ def _misfit(text: Any, tp_size: int) -> str | None:
     The rule of SGLang's ``Fp8LinearMethod.validate_block_quant_shapes``.
     """
     for name, size, parts in _sizes(text, tp_size):
-        if size % parts or size // parts % BLOCK:
+        if size % parts or size // parts % FP8_BLOCK:
             share = f" / {parts}" if parts > 1 else ""
             return f"the {name} is {size}{share}"
     return None

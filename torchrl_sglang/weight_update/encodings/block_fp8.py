@@ -15,19 +15,16 @@ from collections.abc import Iterable
 import torch
 from torch.nn.functional import pad
 
-from torchrl_sglang.types import BLOCK_FP8
+from torchrl_sglang.types import BLOCK_FP8, FP8_BLOCK
 from torchrl_sglang.weight_update.encodings.base import WeightEncoding
 from torchrl_sglang.weight_update.weights import TensorSpec
-
-BLOCK = 128
-"""Rows and columns of a block."""
 
 FP8 = torch.float8_e4m3fn
 
 GREATEST = torch.finfo(FP8).max
 """Greatest value: 448."""
 
-CHUNK_ROWS = 32 * BLOCK
+CHUNK_ROWS = 32 * FP8_BLOCK
 """Rows that are encoded at a time: they are held in float32 meanwhile."""
 
 _ENCODED = re.compile(r"(^|[._])(\w*_proj|w[123]|fc[12])\.weight$")
@@ -64,7 +61,7 @@ class BlockFP8(WeightEncoding):
         """Returns values and scales of a linear layer, and anything else as it is."""
         if len(spec.shape) != 2 or _ENCODED.search(spec.name) is None:
             return (spec,)
-        blocks = torch.Size(-(-size // BLOCK) for size in spec.shape)
+        blocks = torch.Size(-(-size // FP8_BLOCK) for size in spec.shape)
         return (
             TensorSpec(name=spec.name, dtype=FP8, shape=spec.shape),
             TensorSpec(
@@ -83,9 +80,9 @@ class BlockFP8(WeightEncoding):
 def _encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the values and the scales of some rows of blocks."""
     rows, columns = weight.shape
-    padding = (0, -columns % BLOCK, 0, -rows % BLOCK)
+    padding = (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK)
     padded = pad(weight.float(), padding)
-    blocks = padded.reshape(-1, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+    blocks = padded.reshape(-1, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
     greatest = blocks.abs().amax(dim=(1, 3))
     factor = torch.where(greatest > 0, GREATEST / greatest, 1.0)
     scaled = (blocks * factor[:, None, :, None]).clamp_(-GREATEST, GREATEST)
@@ -96,5 +93,5 @@ def _encode(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def decode(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Returns the weight that a server computes with, in float32."""
     rows, columns = values.shape
-    factor = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+    factor = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
     return values.float() * factor[:rows, :columns]

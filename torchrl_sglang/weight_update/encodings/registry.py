@@ -10,8 +10,6 @@ from torchrl_sglang.support.checks import nearest
 from torchrl_sglang.weight_update.encodings.base import Identity, WeightEncoding
 from torchrl_sglang.weight_update.encodings.block_fp8 import BlockFP8
 
-AUTO = "auto"
-
 _ROWS: tuple[WeightEncoding, ...] = (Identity(), BlockFP8())
 
 ENCODINGS: Mapping[str, WeightEncoding] = {row.name: row for row in _ROWS}
@@ -53,9 +51,9 @@ def find_encoding(encoding: Any) -> WeightEncoding | str:
     """
     if isinstance(encoding, WeightEncoding):
         return encoding
-    names = [AUTO, *ENCODINGS]
+    names = ["auto", *ENCODINGS]
     if isinstance(encoding, str) and encoding in names:
-        return ENCODINGS.get(encoding, AUTO)
+        return ENCODINGS.get(encoding, "auto")
     name = nearest(encoding, names) if isinstance(encoding, str) else None
     raise ConfigurationError(
         f"encoding={encoding!r} is neither a WeightEncoding nor one of "

@@ -68,6 +68,8 @@ class WeightTransport(session.Transfer):
 
     options_type: ClassVar[type[TransportOptions]] = TransportOptions
     """Type of the options, which are arguments of the scheme."""
+    traceable: ClassVar[bool] = False
+    """Whether servers with ``weight_loader="traced"`` load what it sends by copies."""
     trainer_gpus: tuple[frozenset[str], ...] = ()
     """Names of the GPU of each rank that holds the weights, if several do."""
 

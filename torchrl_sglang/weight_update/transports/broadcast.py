@@ -101,6 +101,7 @@ class BroadcastTransport(WeightTransport):
     """Broadcasts buckets from rank 0, this process, to the ranks of all servers."""
 
     name = "broadcast"
+    traceable = True
     route = "distributed"
     in_session = True
     options_type = BroadcastOptions

@@ -69,6 +69,7 @@ class CudaIpcTransport(WeightTransport):
     """Makes every server open the trainer's memory; each must see the weights' GPU."""
 
     name = "cuda_ipc"
+    traceable = True
     route = "tensor"
     in_session = True
 

@@ -18,8 +18,6 @@ from torchrl_sglang.weight_update.transports.delta import DeltaTransport
 from torchrl_sglang.weight_update.transports.disk import DiskTransport
 from torchrl_sglang.weight_update.transports.lora import LoraTransport
 
-AUTO = "auto"
-
 _ROWS: tuple[type[WeightTransport], ...] = (
     LoraTransport,
     DiskTransport,
@@ -54,16 +52,24 @@ def check_options(
     ``shared`` has the options of every transport, and ``arguments`` are further ones of
     the scheme, which a wrong name may mean.
     """
-    check_choice("transport", transport, [AUTO, *sorted(TRANSPORTS)])
+    check_choice("transport", transport, ["auto", *sorted(TRANSPORTS)])
     check_names("SGLangWeightSyncScheme", options, (*_OPTIONS, *arguments))
     options = {name: v for name, v in options.items() if v != _OPTIONS[name][1]}
-    if transport != AUTO:
+    if transport != "auto":
         check_used(transport, options)
-    for name in {transport, *(_OPTIONS[option][0] for option in options)} - {AUTO}:
+    for name in {transport, *(_OPTIONS[option][0] for option in options)} - {"auto"}:
         make_options(name, options, **shared)
     if "directory" in options:
         check_used(DiskTransport.name, options)
     return options
+
+
+def planned_transport(
+    transport: str, options: Mapping[str, Any]
+) -> type[WeightTransport] | None:
+    """Returns the transport of these options; ``None``: an update chooses it."""
+    # "auto" takes "disk" with a directory.
+    return TRANSPORTS.get(DiskTransport.name if "directory" in options else transport)
 
 
 def check_used(transport: str, options: Mapping[str, Any]) -> None:
