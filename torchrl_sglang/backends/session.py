@@ -56,6 +56,10 @@ class UpdateContent(Protocol):
     def num_bytes(self) -> int:
         """Size of all tensors, as they are sent."""
 
+    @property
+    def quantized(self) -> str | None:
+        """Quantization of the encoded weights."""
+
 
 class Transfer(abc.ABC):
     """Carries the bytes of updates, and orders nothing."""
@@ -70,6 +74,13 @@ class Transfer(abc.ABC):
     """Servers take the tensors only between begin and end calls, if they have these."""
     adapter_only: bool = False
     """Whether the transport loads an adapter beside the weights; nothing is paused."""
+    is_checkpoint: bool = False
+    """Whether servers load their original weights; they may hold half of an update, so
+    any failure leaves them inconsistent."""
+    draft: DraftUpdate = "auto"
+    """Treatment of a draft model."""
+    resumes: bool = True
+    """Whether servers generate again after the update; otherwise they stay paused."""
     wire_bytes: int | None = None
     """Bytes of the last update's requests to all servers together, where these are not
     the bytes of the tensors."""
@@ -103,30 +114,25 @@ def update_weights(
     flush: bool = True,
     control_timeout: float = CONTROL_TIMEOUT_SECONDS,
     held: WeightUpdate | None = None,
-    checkpoint: bool = False,
-    quantized: str | None = None,
-    draft: DraftUpdate = "auto",
     choose_again: Callable[[], str] | None = None,
-    resume: bool = True,
 ) -> SyncReport:
     """Sends weights, or a LoRA adapter, to every server of an engine.
 
     After whole weights, requests without a LoRA adapter are computed only with these:
     published adapters are dropped from every server before it generates again.
 
-    ``held`` is the engine's weight update, if the caller has begun it. ``checkpoint``:
-    the servers load their original weights; they may hold half of an update, so any
-    failure leaves them inconsistent. ``quantized``: quantization of the encoded
-    weights. ``draft``: treatment of a draft model, equal to the transport's.
-    ``"continue"`` always flushes prefix caches: retracted requests keep the cache key
-    of the old version. ``choose_again`` returns another version if another trainer,
-    which may have chosen the same, has updated the servers in the meantime. Without
-    ``resume`` the servers stay paused.
+    ``held`` is the engine's weight update, if the caller has begun it. ``"continue"``
+    always flushes prefix caches: retracted requests keep the cache key of the old
+    version. ``choose_again`` returns another version if another trainer, which may have
+    chosen the same, has updated the servers in the meantime.
     """
     start = time.perf_counter()
     if transport.route is not None:
         check_weight_route(
-            engine.capabilities, transport.route, quantized=quantized, draft=draft
+            engine.capabilities,
+            transport.route,
+            quantized=weights.quantized,
+            draft=transport.draft,
         )
     with engine.weight_update() if held is None else nullcontext(held) as update:
         session = _UpdateSession(
@@ -137,13 +143,11 @@ def update_weights(
             # The servers' name for it.
             pause_mode="retract" if pause_mode == "continue" else pause_mode,
             timeout=control_timeout,
-            draft=draft,
             verified=verify is not None,
             flush=flush or pause_mode == "continue",
             choose_again=choose_again,
-            resume=resume,
             # After an update that stopped halfway, weights are mixed from the start.
-            touched=update.was_inconsistent or checkpoint,
+            touched=update.was_inconsistent or transport.is_checkpoint,
         )
         if not transport.connected:
             with session.phase("connect"):
@@ -151,7 +155,7 @@ def update_weights(
         if transport.adapter_only:
             count = session.publish(weights)
         else:
-            count = session.replace(weights, checkpoint=checkpoint)
+            count = session.replace(weights)
         if verify is not None:
             session.verify(verify)
         # Earlier, all requests would queue on the server that resumes first.
@@ -186,12 +190,10 @@ class _UpdateSession:
     version: str
     pause_mode: PauseMode
     timeout: float
-    draft: DraftUpdate
     verified: bool
     """Whether servers and trainer are compared before requests are sent again."""
     flush: bool
     choose_again: Callable[[], str] | None
-    resume: bool
     touched: bool
     """Whether the servers may hold other weights than at their last generation."""
     committed: bool = False
@@ -234,7 +236,7 @@ class _UpdateSession:
         self.update.replaced_adapter()
         return count
 
-    def replace(self, weights: UpdateContent, *, checkpoint: bool) -> int:
+    def replace(self, weights: UpdateContent) -> int:
         """Replaces the served weights; a failure leaves the servers safe."""
         try:
             with self.phase("pause"):
@@ -247,10 +249,11 @@ class _UpdateSession:
             if self.control.capabilities.has_lora:
                 with self.phase("withdraw"):
                     self.engine.withdraw_adapters(timeout=self.timeout)
-            self.update.commit(self.version, checkpoint=checkpoint)
+            self.update.commit(self.version, checkpoint=self.transport.is_checkpoint)
             self.committed = True
             # A failed update, or released memory, may have left them paused.
-            if self.resume and (self.pause_mode != "none" or self.control.paused):
+            paused = self.pause_mode != "none" or self.control.paused
+            if self.transport.resumes and paused:
                 with self.phase("resume"):
                     self._resume(self.timeout)
         except SGLangError as error:
@@ -411,7 +414,7 @@ class _UpdateSession:
         self.unclear |= set(urls)
         outcomes = run_sync(
             self.control.begin_weight_update_on_each(
-                urls, timeout=timeout, draft=self.draft
+                urls, timeout=timeout, draft=self.transport.draft
             )
         )
         # Servers without sessions have no outcome.
@@ -474,7 +477,7 @@ class _UpdateSession:
         """Lets untouched servers generate as before."""
         if self.adapter is not None and self.engine.default_adapter is None:
             self._select(self.adapter, "retract", CLEANUP_SECONDS)
-        if self.resume and self.control.paused:
+        if self.transport.resumes and self.control.paused:
             self._resume(CLEANUP_SECONDS)
 
     def _close_sessions(self) -> bool:

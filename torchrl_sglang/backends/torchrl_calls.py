@@ -194,6 +194,7 @@ class _Announced:
     name: str
     dtype: torch.dtype
     shape: torch.Size
+    quantized: None = None
 
     @property
     def specs(self) -> tuple[Self, ...]:

@@ -54,8 +54,6 @@ def fill(
             pause_mode=options.pause_mode,
             flush=options.flush_cache,
             control_timeout=options.control_timeout,
-            quantized=plan.quantized,
-            draft=options.draft,
         )
     except BaseException:
         # They get no request; an update that does not pause would not resume them.

@@ -90,8 +90,6 @@ class UpdatePlan:
     """The tensors under served names."""
     weights: Weights
     """The tensors as they are sent: encoded, unless they are an adapter."""
-    quantized: str | None
-    """Format for which the weights are encoded."""
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     """Fingerprints of the tensors that were read, where they are taken."""
 
@@ -130,16 +128,16 @@ def plan_update(
     elif fingerprinted:
         source = take_fingerprints(source, fingerprints)
     tensors = weights = open_weights(source, served)
-    quantized = None
     if served is not None:
         encoding = encoding_for(options.encoding, served.quantized)
-        weights, quantized = encode_weights(tensors, encoding), encoding.quantized
+        weights = replace(
+            encode_weights(tensors, encoding), quantized=encoding.quantized
+        )
     return UpdatePlan(
         options=options,
         source=source,
         tensors=tensors,
         weights=weights,
-        quantized=quantized,
         fingerprints=fingerprints,
     )
 

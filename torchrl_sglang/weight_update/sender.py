@@ -548,8 +548,6 @@ class SGLangWeightSender:
                 verify=check,
                 control_timeout=self._options.control_timeout,
                 held=update,
-                quantized=plan.quantized,
-                draft=self._options.draft,
                 choose_again=choose_again,
             )
 
@@ -595,14 +593,12 @@ class SGLangWeightSender:
                 self._collectors.announce(version)
                 return session.update_weights(
                     engine,
-                    CheckpointTransport(engine),
+                    CheckpointTransport(engine, self._options),
                     weights,
                     version=version,
                     pause_mode="retract" if pause_mode == "none" else pause_mode,
                     control_timeout=self._options.control_timeout,
                     held=update,
-                    checkpoint=True,
-                    draft=self._options.draft,
                 )
 
         with self._totals.counting_failures(), self._collectors.announced():

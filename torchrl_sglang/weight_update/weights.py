@@ -73,6 +73,8 @@ class Weights:
     not stable must be released before the next bucket is read."""
     adapter: Mapping[str, Any] | None = None
     """PEFT's configuration where the tensors are a LoRA adapter, not whole weights."""
+    quantized: str | None = None
+    """Format for which the weights are encoded."""
     ranks: Any = None
     """The ranks that hold the weights together (:class:`.Ranks`); ``None`` for one."""
 

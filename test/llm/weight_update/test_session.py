@@ -18,11 +18,10 @@ from torchrl_sglang.weight_update.weights import Weights
 BEGIN, PAUSE, FLUSH = "/begin_weight_update", "/pause_generation", "/flush_cache"
 
 
-class Nothing:
+class Nothing(session.Transfer):
     """A transport that carries nothing, in a session."""
 
-    name, in_session, adapter_only, connected = "nothing", True, False, True
-    reason, route, wire_bytes = "It is a test.", None, None
+    name, in_session = "nothing", True
 
     def send(self, weights: Weights, *, version: str) -> int:
         return 1

@@ -24,6 +24,7 @@ class _ReceivedTensors:
     """Tensors that an update has received so far."""
 
     specs: list[TensorSpec] = field(default_factory=list)
+    quantized: None = None
 
     @property
     def num_bytes(self) -> int:
@@ -51,7 +52,7 @@ class AnnouncedUpdate(session.Transfer):
         resume: bool,
     ) -> None:
         self._engine, self.receiver, self._timeout = engine, receiver, timeout
-        self._resumes = resume
+        self.resumes = resume
         self._content = _ReceivedTensors()
         self._calls: queue.Queue[tuple[Callable[[], None], Future[None]]] = (
             queue.Queue()
@@ -110,7 +111,6 @@ class AnnouncedUpdate(session.Transfer):
                     version=self._next_version(),
                     pause_mode="continue",
                     held=held,
-                    resume=self._resumes,
                 )
         except BaseException as error:  # noqa: BLE001 - The caller raises it.
             self._ended.set_exception(error)

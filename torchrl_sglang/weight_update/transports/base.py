@@ -78,6 +78,7 @@ class WeightTransport(session.Transfer):
     ) -> None:
         self._engine = engine
         self._options: Any = options or self.options_type()
+        self.draft = self._options.draft
         # Where buckets are put together.
         self._device = device
 

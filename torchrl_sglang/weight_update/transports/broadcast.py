@@ -347,7 +347,7 @@ class BroadcastTransport(WeightTransport):
                 **fields,
                 weight_version=version,
                 timeout=self._options.send_timeout * len(buckets),
-                draft=self._options.draft,
+                draft=self.draft,
                 urls=[url],
             )
 

@@ -298,7 +298,7 @@ class CudaIpcTransport(WeightTransport):
                 load_format=load_format,
                 weight_version=version,
                 timeout=self._options.send_timeout,
-                draft=self._options.draft,
+                draft=self.draft,
                 urls=[url],
             )
 

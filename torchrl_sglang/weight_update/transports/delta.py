@@ -125,10 +125,10 @@ class DeltaTransport(WeightTransport):
                 f"PYTHONPATH."
             )
         updated = {"auto": capabilities.draft == "same", "keep": False}
-        if capabilities.draft is not None and updated.get(self._options.draft, True):
+        if capabilities.draft is not None and updated.get(self.draft, True):
             raise UnsupportedByServerError(
                 f"transport='delta' does not see whether a draft model was updated, "
-                f"too (draft={self._options.draft!r}); give draft='keep', or use "
+                f"too (draft={self.draft!r}); give draft='keep', or use "
                 f"transport='broadcast'."
             )
         self._connected = True
@@ -285,7 +285,7 @@ class DeltaTransport(WeightTransport):
                 serialized_named_tensors=empty,
                 weight_version=version,
                 timeout=self._options.send_timeout,
-                draft=self._options.draft,
+                draft=self.draft,
             )
         )
 
@@ -306,7 +306,7 @@ class DeltaTransport(WeightTransport):
                 load_format=loader.LOADER,
                 weight_version=None,
                 timeout=self._options.send_timeout,
-                draft=self._options.draft,
+                draft=self.draft,
                 urls=[url],
             )
             states = await control.loader_states(

@@ -178,7 +178,7 @@ class DiskTransport(WeightTransport):
                 load_format=LOAD_FORMAT,
                 weight_version=version,
                 timeout=self._options.send_timeout,
-                draft=self._options.draft,
+                draft=self.draft,
                 urls=[url],
             )
 
@@ -334,6 +334,7 @@ class CheckpointTransport(WeightTransport):
 
     name = "checkpoint"
     route = "disk"
+    is_checkpoint = True
 
     def send(self, weights: Weights, *, version: str) -> int:
         """Loads the checkpoint; see :class:`.WeightTransport`."""
