@@ -314,18 +314,7 @@ class InFlight:
         and what nobody returns was lost with its server.
         """
         begun = time.monotonic()
-        rid_of = self._sent_to(router)
-
-        def waiting() -> list[InFlightRequest]:
-            return [ticket for ticket, rid in rid_of.items() if ticket.sent_as == rid]
-
-        # Counts as an abort of a weight update: the aborted requests are sent again.
-        self._fleet.change_weights(ServedWeights.abort_requests)
-        while waiting() and time.monotonic() < begun + RECALL_SECONDS:
-            with suppress(ConfigurationError):
-                await self._abort(waiting())
-            # An abort that overtakes its request has no effect.
-            await self._until(lambda: not waiting(), REPEAT_SECONDS)
+        await self._send_again([router], lambda: self._fleet.urls, until_gone=router)
         self._http.give_up(router, before=begun)
 
     def sent_to(self, url: str) -> int:
@@ -335,22 +324,29 @@ class InFlight:
     async def evict(self, url: str) -> None:
         """Aborts the requests of a leaving server; they continue on other servers."""
         places = [url] if self._fleet.router is None else [url, self._fleet.router.url]
+        await self._send_again(places, lambda: [url], until_gone=url)
+
+    async def _send_again(
+        self, places: Sequence[str], urls: Callable[[], Sequence[str]], until_gone: str
+    ) -> None:
+        """Aborts requests at servers, as a weight update does; they are sent again."""
         rid_of = self._sent_to(*places)
 
-        def waiting() -> list[InFlightRequest]:
-            running = (run for run, rid in rid_of.items() if run.sent_as == rid)
-            return [run for run in running if run.sent_to == url]
+        def running() -> list[InFlightRequest]:
+            return [ticket for ticket, rid in rid_of.items() if ticket.sent_as == rid]
 
-        # Counts as an abort of a weight update: the aborted requests are sent again.
+        def is_gone() -> bool:
+            return all(ticket.sent_to != until_gone for ticket in running())
+
         self._fleet.change_weights(ServedWeights.abort_requests)
         end = time.monotonic() + RECALL_SECONDS
         while True:
-            rids = [rid for ticket, rid in rid_of.items() if ticket.sent_as == rid]
-            calls = [({"rid": rid}, url) for rid in rids]
+            aborts = [{"rid": ticket.sent_as} for ticket in running()]
+            calls = [(abort, url) for abort in aborts for url in urls()]
             await fan_out(self._post, calls, at_once=ABORTS_AT_ONCE)
             # An abort that overtakes its request has no effect.
-            await self._until(lambda: not waiting(), REPEAT_SECONDS)
-            if not waiting() or time.monotonic() >= end:
+            await self._until(is_gone, REPEAT_SECONDS)
+            if is_gone() or time.monotonic() >= end:
                 return
 
     async def _until(self, holds: Callable[[], bool], timeout: float) -> None:
