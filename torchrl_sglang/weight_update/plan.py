@@ -1,7 +1,7 @@
 """Decides everything about a weight update before its first byte is sent.
 
-:func:`resolve` finds the tensors, and the ranks that hold them, on the trainer alone.
-:func:`plan_update` adds the decisions that depend on the served model. Updates,
+:func:`choose_source` finds the tensors, and the ranks that hold them, on the trainer
+alone. :func:`plan_update` adds the decisions that depend on the served model. Updates,
 repetitions, new servers and the other ranks of a trainer follow one
 :class:`UpdatePlan`.
 """
@@ -55,7 +55,7 @@ _GIVE_DIRECTORY = (
 )
 
 
-def resolve(
+def choose_source(
     weights: UserWeights,
     options: SchemeOptions,
     exporters: ExporterCache,

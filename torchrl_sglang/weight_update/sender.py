@@ -32,9 +32,9 @@ from torchrl_sglang.weight_update.new_servers import fill
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.plan import (
     UpdatePlan,
+    choose_source,
     make_transport,
     plan_update,
-    resolve,
 )
 from torchrl_sglang.weight_update.ranks import Participation, Ranks
 from torchrl_sglang.weight_update.registered_collectors import RegisteredCollectors
@@ -162,7 +162,7 @@ class SGLangWeightSender:
             weights = unwrap(self._model)
             if self._is_idle_copy(weights):
                 return
-            source = self._resolve(weights)
+            source = self._source_of(weights)
             idle = source.ranks is not None and not source.ranks.sends
             # An adapter travels in the requests themselves.
             if idle or source.adapter is not None:
@@ -171,7 +171,7 @@ class SGLangWeightSender:
             plan_names(specs_of(model_metadata), self._served)
         device = CPU
         if self._options.device is None:
-            source = source or self._resolve(unwrap(self.resolve()))
+            source = source or self._source_of(unwrap(self.resolve()))
             device = self._plan(source).weights.device
             if source.ranks is not None and device.type == "cuda":
                 # The GPUs of the other ranks are known at the first update.
@@ -263,7 +263,7 @@ class SGLangWeightSender:
         verify = check_flag("verify", verify)
         with self._totals.counting_failures(), span("weight_update") as traced:
             with self._collectors.announced():
-                source = self._resolve(user_weights)
+                source = self._source_of(user_weights)
                 report = self._send_until(source, verify)
             traced.set(
                 version=report.version,
@@ -281,7 +281,7 @@ class SGLangWeightSender:
         Args:
             weights: as for :meth:`update_weights`.
         """
-        return self._resolve(unwrap(self.resolve(weights))).ranks is not None
+        return self._source_of(unwrap(self.resolve(weights))).ranks is not None
 
     def refresh(self) -> SyncReport | None:
         """Sends the registered model again if no server has its weights any more.
@@ -297,7 +297,7 @@ class SGLangWeightSender:
         """
         if not (self._sent_registered and self._engine.awaits_weights):
             return None
-        source = self._resolve(unwrap(self._model))
+        source = self._source_of(unwrap(self._model))
         if source.ranks is not None:
             return None
         torchrl_logger.warning(
@@ -360,7 +360,7 @@ class SGLangWeightSender:
                 f"New servers wait for weights, and the current ones are not from "
                 f"this sender's registered model. {advice}"
             )
-        source = self._resolve(unwrap(self._model))
+        source = self._source_of(unwrap(self._model))
         if source.ranks is not None:
             raise WeightSyncStateError(
                 f"New servers wait for weights, which ranks hold together. {advice}"
@@ -378,9 +378,11 @@ class SGLangWeightSender:
         deque(plan.tensors.read(), maxlen=0)
         return not are_equal(self._sent, plan.fingerprints)
 
-    def _resolve(self, weights: UserWeights) -> Source:
-        """Resolves weights: whole ones, or a LoRA adapter alone."""
-        return resolve(weights, self._options, self._exporters, self._takes_adapter)
+    def _source_of(self, weights: UserWeights) -> Source:
+        """Returns the source of weights: whole ones, or a LoRA adapter alone."""
+        return choose_source(
+            weights, self._options, self._exporters, self._takes_adapter
+        )
 
     def _takes_adapter(self, adapter: Source) -> bool:
         engine = self._engine
@@ -422,7 +424,7 @@ class SGLangWeightSender:
                 if not error.server_lost or isinstance(weights.value, Iterator):
                     raise
                 lost = error
-            source = self._resolve(weights)
+            source = self._source_of(weights)
 
     def _attempt(
         self,
