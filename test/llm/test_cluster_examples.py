@@ -164,11 +164,11 @@ exit "${status:-0}"
 
 def slurm_job(folder: Path, nodes: int, **commands: str) -> dict[str, str]:
     """Writes stand-ins for Slurm's commands; returns the environment of a job."""
-    names = " ".join(f"node{number}" for number in range(nodes))
+    names = " ".join(f"127.0.0.{number}" for number in range(1, nodes + 1))
     commands = {
         "srun": SRUN,
         "scontrol": f"printf '%s\\n' {names}",
-        "hostname": "echo 127.0.0.1",
+        "hostname": "[[ $* == -I ]] && echo 127.0.0.1 10.0.0.1",
         "activate": "",
         **commands,
     }
@@ -180,7 +180,7 @@ def slurm_job(folder: Path, nodes: int, **commands: str) -> dict[str, str]:
         **os.environ,
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "VENV": str(folder),
-        "SLURM_JOB_NODELIST": f"node[0-{nodes - 1}]",
+        "SLURM_JOB_NODELIST": f"127.0.0.[1-{nodes}]",
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_CPUS_PER_TASK": "8",
     }
