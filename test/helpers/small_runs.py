@@ -1,4 +1,4 @@
-"""Files of a GRPO run on a tiny model, for examples/grpo/train.py."""
+"""GRPO runs on a tiny model: a reward, and files for examples/grpo/train.py."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ _RUN = {
     "engine": {"num_replicas": 2},
     "output": "run",
 }
+
+
+def few_tokens(conversation, task) -> float:
+    """Reward for a short last response."""
+    return -len(conversation.turns[-1].token_ids) / 10
 
 
 def write_run(folder: Path, model: str, steps: int) -> list[str]:

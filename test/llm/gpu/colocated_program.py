@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from helpers.gpu import GPUS, difference, new_model, start
+from helpers.small_runs import few_tokens
 from tensordict import set_list_to_stack
 
 from torchrl_sglang import GRPO, AsyncSGLang, SGLangWeightSyncScheme
@@ -30,10 +31,6 @@ from torchrl_sglang.weight_update.transports import handle_ranks
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 ROUNDS = 3
-
-
-def few_tokens(conversation: Any, task: Any) -> float:
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 def start_servers(path: str) -> AsyncSGLang:

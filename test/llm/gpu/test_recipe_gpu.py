@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.csv_logs import logged
 from helpers.gpu import GPUS, NEEDS_GPU, TOLERANCE, difference, new_model
+from helpers.small_runs import few_tokens
 
 from torchrl_sglang import GRPO
 from torchrl_sglang.cli.bench.models import server_arguments
@@ -23,10 +24,6 @@ ASYNC = {
     "kl_to_ref_coeff": 0.1,
 }
 TWO_GPUS = pytest.mark.skipif(GPUS < 2, reason="it has the server on a second GPU")
-
-
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 @pytest.mark.parametrize(

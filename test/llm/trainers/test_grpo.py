@@ -23,6 +23,7 @@ import torch
 from helpers.fake_launcher import FakeLauncher
 from helpers.forked_starts import forked_process, trainer_python
 from helpers.log_probs import TOLERANCE, difference
+from helpers.small_runs import few_tokens
 from helpers.tool_template import TOOL_TEMPLATE
 from helpers.torchrun import run_ranks
 from helpers.waiting import wait_for_text
@@ -57,10 +58,6 @@ PROGRAM = Path(__file__).with_name("train_program.py")
 LIMIT_SECONDS = 150.0
 PROMPTS = [{"query": f"Say {number}.", "number": number} for number in range(24)]
 HELD_OUT = [{"query": f"Say {number}."} for number in range(30, 36)]
-
-
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 class TakenColumn:

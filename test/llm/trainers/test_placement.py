@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.log_probs import TOLERANCE, difference
 from helpers.memory_saver import write_saver_python
+from helpers.small_runs import few_tokens
 
 from torchrl_sglang import GRPO, RayLauncher
 from torchrl_sglang.errors import ConfigurationError
@@ -22,10 +23,6 @@ from torchrl_sglang.types import ServerPlacement
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from helpers.log_probs import TOLERANCE
+from helpers.small_runs import few_tokens
 
 from torchrl_sglang import GRPO, RunRecorder
 from torchrl_sglang.errors import ConfigurationError
@@ -15,10 +16,6 @@ from torchrl_sglang.viewer.page import page_data, read_runs, self_contained
 
 # TorchRL's own, about what is deprecated in torch.
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 def run_of(model, engine, output, **arguments):

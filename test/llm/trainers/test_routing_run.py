@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.csv_logs import logged
 from helpers.routing import routers
+from helpers.small_runs import few_tokens
 from helpers.tiny_models import save_tiny_moe
 from helpers.torchrun import run_ranks
 
@@ -20,10 +21,6 @@ from torchrl_sglang.trainers.models import load_model
 PROGRAM = Path(__file__).with_name("train_program.py")
 NOISE = 0.05
 PROMPTS = [{"query": f"Say {n}.", "number": n} for n in range(12)]
-
-
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.csv_logs import logged
 from helpers.memory_saver import write_saver_python
+from helpers.small_runs import few_tokens
 from helpers.tool_template import TOOL_TEMPLATE
 from helpers.torchrun import run_ranks
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -77,10 +78,6 @@ def batch(engine):
     for row in rows:
         row["advantage"] = torch.zeros(1, 1)
     return LazyStackedTensorDict(*rows)
-
-
-def few_tokens(conversation, task):
-    return -len(conversation.turns[-1].token_ids) / 10
 
 
 @pytest.fixture

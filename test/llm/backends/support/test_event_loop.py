@@ -80,19 +80,20 @@ def test_loops_that_come_and_go_get_their_results():
     assert [call.result(60) for call in calls] == [sum(range(200))] * 8
 
 
+async def wait_for_ever(started: threading.Event, cancelled: threading.Event) -> None:
+    started.set()
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        cancelled.set()
+        raise
+
+
 def test_a_cancelled_caller_cancels_its_coroutine():
     started, cancelled = threading.Event(), threading.Event()
 
-    async def wait_for_ever() -> None:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
     async def outer() -> None:
-        task = asyncio.ensure_future(run_async(wait_for_ever()))
+        task = asyncio.ensure_future(run_async(wait_for_ever(started, cancelled)))
         await asyncio.to_thread(started.wait, 60)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -246,14 +247,6 @@ def test_run_sync_on_its_own_loop_is_refused():
 def test_an_interrupt_cancels_what_was_waited_for():
     started, cancelled = threading.Event(), threading.Event()
 
-    async def wait_for_ever() -> None:
-        started.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
     def interrupt() -> None:
         main = threading.main_thread().ident
         started.wait(60)
@@ -263,7 +256,7 @@ def test_an_interrupt_cancels_what_was_waited_for():
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run_sync(wait_for_ever())
+        run_sync(wait_for_ever(started, cancelled))
     thread.join()
     assert cancelled.wait(60)
 
