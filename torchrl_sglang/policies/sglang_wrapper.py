@@ -245,8 +245,9 @@ class SGLangWrapper(LLMWrapperBase):
             return_log_probs=return_log_probs,
             return_generation_info=return_generation_info,
         )
+        self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self.token_columns = check_token_columns(
-            token_columns, generate=generate, mode=check_logprobs_mode(logprobs_mode)
+            token_columns, generate=generate, mode=self.logprobs_mode
         )
         self.input_mode = input_mode
         self.generate = generate
@@ -258,7 +259,6 @@ class SGLangWrapper(LLMWrapperBase):
         self.return_text = input_mode != "tokens"
         self.return_tokens = self.return_masks = True
         self.adapter = adapter
-        self.logprobs_mode = check_logprobs_mode(logprobs_mode)
         self._device = None if device is None else torch.device(device)
         self.layout = torch.strided if not pad_output and layout is None else layout
         self.chat_template_name = chat_template_name
@@ -436,14 +436,13 @@ class SGLangWrapper(LLMWrapperBase):
                 f"A policy takes a TensorDict, got {tensordict!r:.100}, a "
                 f"{type(tensordict).__name__}; texts go to engine.generate()."
             )
-        shape = tensordict.batch_size
+        shape = self._output_shape(tensordict)
         if shape.numel() == 0:
             raise ConfigurationError(
-                f"The batch of shape {tuple(shape)} is empty; there is nothing to do."
+                f"The batch of shape {tuple(tensordict.batch_size)} is empty; there is "
+                f"nothing to do."
             )
         params = self._merge(kwargs) if kwargs else self.sampling_params
-        if self.generate and self.num_samples is not None:
-            shape = torch.Size([*shape, self.num_samples])
         keys = self.key_by_container(params)
         if tensordict_out is None and self.inplace is True:
             tensordict_out = tensordict
@@ -491,9 +490,7 @@ class SGLangWrapper(LLMWrapperBase):
         *,
         target: TensorDictBase | None,
     ) -> TensorDictBase:
-        shape = tensordict.batch_size
-        if self.generate and self.num_samples is not None:
-            shape = torch.Size([*shape, self.num_samples])
+        shape = self._output_shape(tensordict)
         samples = self._to_samples(prompts, completions, params)
         containers = outputs.assemble(
             samples,
@@ -508,6 +505,10 @@ class SGLangWrapper(LLMWrapperBase):
             value = containers[name]
             written.set(key, value if self._device is None else value.to(self._device))
         return written
+
+    def _output_shape(self, tensordict: TensorDictBase) -> torch.Size:
+        samples = [self.num_samples] if self.generate and self.num_samples else []
+        return torch.Size([*tensordict.batch_size, *samples])
 
     def _merge(self, kwargs: Mapping[str, Any]) -> SamplingParams:
         standard = self._standardize_generate_kwargs(dict(kwargs))
