@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchrl.modules import LLMMaskedCategorical
 from torchrl.modules.llm.policies import LogProbs, Masks, Tokens
 
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 
 VOCABULARY = 7
 

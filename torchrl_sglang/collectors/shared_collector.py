@@ -15,8 +15,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torchrl_sglang.collectors.packed_rows import Packed, pack, unpack
 from torchrl_sglang.collectors.weight_sync import attach_weight_sync
 from torchrl_sglang.errors import CollectionError, ConfigurationError, SGLangError
-from torchrl_sglang.objectives.columns import ASSISTANT_MASK, TOKENS
 from torchrl_sglang.objectives.tree import node_values, sorted_rows, spread_tree
+from torchrl_sglang.requests.token_columns import ASSISTANT_MASK, TOKENS
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import SyncReport

@@ -27,8 +27,8 @@ from torchrl_sglang.gateway.recorded import record_session
 from torchrl_sglang.gateway.responder import Responder
 from torchrl_sglang.gateway.session import Session
 from torchrl_sglang.gateway.trajectories import Trajectory
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.observer import ResponseRecord
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import remember, span

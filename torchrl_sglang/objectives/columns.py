@@ -15,14 +15,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
-
-TOKENS = ("tokens", "full")
-PROMPT = ("tokens", "prompt")
-ATTENTION_MASK = ("masks", "all_attention_mask")
-ASSISTANT_MASK = ("masks", "all_assistant_mask")
-POLICY_VERSIONS = "token_policy_version"
-"""Policy version of each token of the response, as collectors count weight updates: -1
-for tokens not written by the policy."""
+from torchrl_sglang.requests.token_columns import (
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    PROMPT,
+    TOKENS,
+)
 
 
 def read(batch: TensorDictBase, key: NestedKey, padding_value: Any) -> Tensor | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.calibration import missed_divergence
-from torchrl_sglang.objectives.columns import TOKENS, check_finite, read
+from torchrl_sglang.objectives.columns import check_finite, read
 from torchrl_sglang.objectives.divergences import (
     LEAST,
     Distillation,
@@ -22,6 +22,7 @@ from torchrl_sglang.objectives.divergences import (
 from torchrl_sglang.objectives.formulas import masked_mean
 from torchrl_sglang.objectives.packing import PassTerms
 from torchrl_sglang.objectives.statistics import Statistic, moments
+from torchrl_sglang.requests.token_columns import TOKENS
 
 TEACHER = "teacher"
 TEACHER_LOG_PROBS = (TEACHER, "log_probs")

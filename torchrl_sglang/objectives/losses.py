@@ -18,9 +18,6 @@ from torchrl.objectives.llm import GRPOLoss as TorchRLGRPOLoss
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import (
-    ATTENTION_MASK,
-    POLICY_VERSIONS,
-    TOKENS,
     check_finite,
     read,
     read_mask,
@@ -69,6 +66,11 @@ from torchrl_sglang.objectives.support import (
     read_sampling,
     replays_sampling,
     warn_of_sampling,
+)
+from torchrl_sglang.requests.token_columns import (
+    ATTENTION_MASK,
+    POLICY_VERSIONS,
+    TOKENS,
 )
 from torchrl_sglang.support.checks import check_keywords
 

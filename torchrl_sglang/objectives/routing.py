@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS, rows_of
+from torchrl_sglang.objectives.columns import rows_of
 from torchrl_sglang.objectives.routers import Choose, Router, find_routers, sizes_of
-from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
+from torchrl_sglang.requests.token_columns import ATTENTION_MASK, ROUTED_EXPERTS, TOKENS
 
 EXPERTS = (ROUTED_EXPERTS, "full")
 """Key of the experts of each token in a batch."""

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torchrl.modules.llm import TransformersWrapper
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS, read
+from torchrl_sglang.objectives.columns import read
 from torchrl_sglang.objectives.packing import PassTerms
 from torchrl_sglang.objectives.routing import set_attribute
 from torchrl_sglang.objectives.support import (
@@ -25,6 +25,7 @@ from torchrl_sglang.objectives.support import (
     replays_sampling,
 )
 from torchrl_sglang.objectives.token_terms import check_ids, pieces, token_terms
+from torchrl_sglang.requests.token_columns import ATTENTION_MASK, TOKENS
 
 _DRAWN: ContextVar[Drawn | None] = ContextVar("drawn", default=None)
 """Sampling distributions of the actor's current batch."""

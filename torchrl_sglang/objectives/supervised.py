@@ -10,10 +10,11 @@ from tensordict import TensorClass, TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import ATTENTION_MASK, TOKENS, read
+from torchrl_sglang.objectives.columns import read
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import Packing
 from torchrl_sglang.objectives.transform import MaskingStrategy
+from torchrl_sglang.requests.token_columns import ATTENTION_MASK, TOKENS
 
 
 class SFTLossOutput(TensorClass["nocast"]):  # type: ignore[name-defined]

@@ -18,8 +18,8 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import TOKENS, read, rows_of
-from torchrl_sglang.requests.token_columns import SAMPLING_SUPPORT
+from torchrl_sglang.objectives.columns import read, rows_of
+from torchrl_sglang.requests.token_columns import SAMPLING_SUPPORT, TOKENS
 
 SUPPORT = (SAMPLING_SUPPORT, "full")
 """Key of the concatenated support ids of the tokens."""

@@ -12,8 +12,6 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.columns import (
-    POLICY_VERSIONS,
-    TOKENS,
     check_finite,
     read,
     read_advantage,
@@ -34,6 +32,7 @@ from torchrl_sglang.objectives.parts import LossRanks
 from torchrl_sglang.objectives.routing import replaying
 from torchrl_sglang.objectives.statistics import values_of
 from torchrl_sglang.objectives.support import replays_sampling, warn_of_sampling
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS, TOKENS
 from torchrl_sglang.support.checks import check_choice
 
 MaskingStrategy = Literal["sft", "rlhf", "generic"]

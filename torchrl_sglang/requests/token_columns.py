@@ -27,6 +27,14 @@ from torchrl_sglang.types import LogProbsMode, ServerCapabilities, TokenLayout
 
 TokenShape: TypeAlias = tuple[int, ...]
 
+TOKENS = ("tokens", "full")
+PROMPT = ("tokens", "prompt")
+ATTENTION_MASK = ("masks", "all_attention_mask")
+ASSISTANT_MASK = ("masks", "all_assistant_mask")
+POLICY_VERSIONS = "token_policy_version"
+"""Policy version of each token of the response, as collectors count weight updates: -1
+for tokens not written by the policy."""
+
 ROUTED_EXPERTS = "routed_experts"
 """Name of the column with the experts of each token."""
 SAMPLING_SUPPORT = "sampling_support"

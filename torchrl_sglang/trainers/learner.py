@@ -27,15 +27,7 @@ from torchrl.objectives.llm import SFTLoss as TorchRLSFTLoss
 
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import REWARD
-from torchrl_sglang.objectives.columns import (
-    ASSISTANT_MASK,
-    ATTENTION_MASK,
-    POLICY_VERSIONS,
-    TOKENS,
-    read,
-    read_mask,
-    row_lengths,
-)
+from torchrl_sglang.objectives.columns import read, read_mask, row_lengths
 from torchrl_sglang.objectives.correct import NOT_SCORED
 from torchrl_sglang.objectives.distillation import TEACHER, refuse_recomputed
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
@@ -47,6 +39,12 @@ from torchrl_sglang.objectives.support import SAMPLING_KEYS, Drawn, warn_of_samp
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.objectives.tree import TREES_PAY, cut_tree
 from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.requests.token_columns import (
+    ASSISTANT_MASK,
+    ATTENTION_MASK,
+    POLICY_VERSIONS,
+    TOKENS,
+)
 from torchrl_sglang.support.checks import check_count, check_positive, refuse_unknown
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.trainers.clipping import clip_gradients

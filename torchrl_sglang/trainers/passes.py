@@ -7,11 +7,11 @@ from typing import Any
 
 from tensordict import TensorDictBase
 
-from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.routing import EXPERTS
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
 from torchrl_sglang.objectives.tree import halve_largest, node_values, sorted_rows
+from torchrl_sglang.requests.token_columns import TOKENS
 
 
 def cut_by_tokens(

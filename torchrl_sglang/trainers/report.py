@@ -23,8 +23,8 @@ from torchrl_sglang.objectives.advantages import (
     groups_of_agents,
     row_rewards,
 )
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.recording.recorder import RunRecorder
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.private_files import for_owner
 from torchrl_sglang.trainers.samples import count_written, plain, rows_of, said_in

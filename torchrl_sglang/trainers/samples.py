@@ -11,7 +11,7 @@ from typing import Any
 from tensordict import TensorDictBase
 
 from torchrl_sglang.objectives.advantages import REWARD
-from torchrl_sglang.objectives.columns import ASSISTANT_MASK, POLICY_VERSIONS
+from torchrl_sglang.requests.token_columns import ASSISTANT_MASK, POLICY_VERSIONS
 
 TABLE = "samples/responses"
 """Name of the table."""

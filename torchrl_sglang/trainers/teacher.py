@@ -27,11 +27,15 @@ from torchrl_sglang.errors import (
     SGLangError,
     UnsupportedByServerError,
 )
-from torchrl_sglang.objectives.columns import ASSISTANT_MASK, PROMPT, TOKENS
 from torchrl_sglang.objectives.distillation import TEACHER
 from torchrl_sglang.objectives.divergences import Distillation, least_k
 from torchrl_sglang.requests.request import GenerateRequest
-from torchrl_sglang.requests.token_columns import TokenColumn
+from torchrl_sglang.requests.token_columns import (
+    ASSISTANT_MASK,
+    PROMPT,
+    TOKENS,
+    TokenColumn,
+)
 from torchrl_sglang.support.blocking import DaemonExecutor
 from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.log import torchrl_logger

@@ -15,7 +15,7 @@ from torchrl.envs import StepCounter, Transform
 from torchrl.envs.llm import ChatEnv
 
 from torchrl_sglang import SGLangWrapper
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 
 TASKS = [{"query": "hi", "answer": "1"}, {"query": "what is 2+2?", "answer": "4"}]
 

@@ -10,7 +10,6 @@ from tensordict import TensorDict
 
 from torchrl_sglang import Distillation
 from torchrl_sglang.objectives.calibration import missed_divergence
-from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.objectives.distillation import (
     TEACHER_IDS,
     TEACHER_LOG_PROBS,
@@ -20,6 +19,7 @@ from torchrl_sglang.objectives.distillation import (
 )
 from torchrl_sglang.objectives.divergences import token_divergence
 from torchrl_sglang.objectives.packing import PassTerms
+from torchrl_sglang.requests.token_columns import TOKENS
 
 VOCABULARY = 40
 

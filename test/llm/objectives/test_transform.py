@@ -22,7 +22,7 @@ from torchrl_sglang import (
     SGLangWrapper,
 )
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 
 
 def full(batch, key: str = "log_probs") -> torch.Tensor:

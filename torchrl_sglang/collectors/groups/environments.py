@@ -41,10 +41,10 @@ from torchrl_sglang.collectors.runtime.contract import (
     GroupSetting,
 )
 from torchrl_sglang.errors import ChatTemplateError, ConfigurationError, TaskError
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.observer import ResponseRecord
 from torchrl_sglang.policies.engine_call import SampleRequest, ask_async
 from torchrl_sglang.policies.inputs import PromptBatch
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 from torchrl_sglang.support.checks import check_count
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.tracing import span

@@ -9,8 +9,8 @@ from tensordict import TensorDictBase
 
 from torchrl_sglang.collectors.groups.conversations import Conversation
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
-from torchrl_sglang.objectives.columns import TOKENS
 from torchrl_sglang.observer import ResponseRecord, RowRecord, TurnRecord
+from torchrl_sglang.requests.token_columns import TOKENS
 from torchrl_sglang.types import Completion
 
 

@@ -22,7 +22,6 @@ from torchrl_sglang.collectors.runtime.columns import (
     check_names,
 )
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.outputs import (
     ends,
     to_history,
@@ -31,6 +30,7 @@ from torchrl_sglang.policies.outputs import (
     unchecked,
 )
 from torchrl_sglang.policies.turns import TurnCodec
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 
 
 class GroupWriter:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from torchrl_sglang.errors import ConfigurationError, TaskError
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.outputs import non_tensor
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 from torchrl_sglang.support.user_code import describe
 
 ROW_COLUMNS = frozenset(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from tensordict import NestedKey, TensorDictBase
 
-from torchrl_sglang.objectives.columns import POLICY_VERSIONS
 from torchrl_sglang.policies.sglang_wrapper import SGLangWrapper
+from torchrl_sglang.requests.token_columns import POLICY_VERSIONS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
