@@ -122,7 +122,9 @@ def test_not_ready_while_its_predecessor_answers(tmp_path):
     port = find_free_port()
     url, code = f"http://127.0.0.1:{port}", answering(tmp_path, port)
     begin = tmp_path / "begin"
-    late = f"import os, time\nwhile not os.path.exists({str(begin)!r}):\n time.sleep(0.1)"
+    late = (
+        f"import os, time\nwhile not os.path.exists({str(begin)!r}):\n time.sleep(0.1)"
+    )
     with run(code, url=url) as first:
         first.wait_ready()
         with run(f"{late}\n{code}", url=url) as second:
