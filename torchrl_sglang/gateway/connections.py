@@ -11,8 +11,9 @@ from aiohttp import web
 
 from torchrl_sglang.support.log import torchrl_logger
 
-MOST_STRANGERS = 256
-"""Most connections without a key; a new connection replaces the oldest."""
+MOST_STRANGERS = 4096
+"""Most connections without a key; a new connection replaces the oldest. Agents that
+begin at once are without one until their first requests are read."""
 
 SHARE_OF_FILES = 0.25
 """Largest share of the process's open files for connections without a key: the trainer

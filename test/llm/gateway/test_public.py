@@ -226,6 +226,24 @@ def test_connections_without_a_key_are_bounded(fake_engine: Any, few_files: int)
         assert pool.num_connections == 1
 
 
+def test_agents_that_begin_at_once_keep_their_connections(fake_engine: Any) -> None:
+    """All of them are connected before the first request comes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2048), before[1]))
+    request = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with Gateway(fake_engine, sessionless=True) as gateway, ExitStack() as stack:
+        place = urlsplit(gateway.url)
+        address = place.hostname, place.port
+        clients = [
+            stack.enter_context(socket.create_connection(address, timeout=60))
+            for _ in range(400)
+        ]
+        for client in clients:
+            client.sendall(request)
+        assert {client.recv(12) for client in clients} == {b"HTTP/1.1 200"}
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_a_connection_without_a_key_has_a_deadline(fake_engine: Any):
     gateway = Gateway(fake_engine)
     gateway.client_timeouts = ClientTimeouts(headers=0.2)
