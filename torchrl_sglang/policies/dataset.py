@@ -47,7 +47,15 @@ OF_TOKENS = frozenset(
 OWN = "batch."
 """Prefix of a batch's own column with the name of a table's column."""
 
+METRIC = "metrics."
+"""Prefix of the column of a number for logs."""
+
+PREFIXES = (NAMED, METRIC)
+
 VERSIONS = "generation_info.weight_version"
+
+INTEGERS = frozenset({"weight_versions", "token_policy_version"})
+"""Columns of integers, also of a row without a token."""
 
 
 def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
@@ -64,6 +72,7 @@ def batch_to_dataset(batch: TensorDictBase) -> datasets.Dataset:
     - ``weight_versions``: version of the weights that drew each of ``completion_ids``;
       -1: unknown, or of another's token.
     - ``reward``: sum of the rewards; ``reward.NAME``: value of a function with a name.
+    - ``metrics.NAME``: a number for logs, of ``("next", "metrics", NAME)``.
     - ``done``, ``terminated``, ``truncated``: whether it is the last row of its
       conversation, which came to its end, or was cut off.
 
@@ -155,7 +164,7 @@ def _to_row(row: TensorDictBase) -> dict[str, Any]:
     for key in task.keys(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
         path = (key,) if isinstance(key, str) else key
         name = ".".join(path)
-        if name in COLUMNS or name == "weight_versions" or name.startswith(NAMED):
+        if name in COLUMNS or name == "weight_versions" or name.startswith(PREFIXES):
             name = OWN + name
         columns[name] = _plain(path, row.get(key), valid, length)
     if VERSIONS in columns:
@@ -168,17 +177,23 @@ def _outcome(row: TensorDictBase) -> dict[str, Any]:
     following = row.get("next", {})
     if (reward := following.get("reward", None)) is None:
         return {}
-    named = {
-        f"{NAMED}{name}": value.item()
-        for name, value in following.items()
+    # A task's columns are in the row, too.
+    following = following.exclude(*row.exclude(*DERIVED).keys())
+    named = _numbers(following.exclude("reward"), NAMED)
+    named |= _numbers(following.get("metrics", {}), METRIC)
+    ends = {name: bool(following[name].all()) for name in ENDS if name in following}
+    return {"reward": reward.sum().item(), **named, **ends}
+
+
+def _numbers(columns: Any, prefix: str) -> dict[str, float]:
+    """Returns the columns of a float for each row, under names with a prefix."""
+    return {
+        f"{prefix}{name}": value.item()
+        for name, value in columns.items()
         if isinstance(value, torch.Tensor)
         and value.dtype == torch.float32
         and value.shape == (1, 1)
-        # A task's columns are in the row, too.
-        and name not in {"reward", *row.keys()}
     }
-    ends = {name: bool(following[name].all()) for name in ENDS if name in following}
-    return {"reward": reward.sum().item(), **named, **ends}
 
 
 def _is_leaf(kind: type) -> bool:
@@ -211,14 +226,14 @@ def _from_row(row: Mapping[str, Any]) -> TensorDict:
     sample: dict[str, Any] = {**_tokens(row), **_conversations(row)}
     plain: dict[tuple[str, ...], Any] = {}
     for column, value in row.items():
-        if column in COLUMNS or column.startswith(NAMED) or value is None:
+        if column in COLUMNS or column.startswith(PREFIXES) or value is None:
             continue
         name = VERSIONS if column == "weight_versions" else column.removeprefix(OWN)
         container, *fields = name.split(".")
         if len(fields) == 1:
-            sample.setdefault(container, {})[fields[0]] = _to_value(value)
+            sample.setdefault(container, {})[fields[0]] = _to_value(value, column)
         else:
-            plain[container, *fields] = _to_value(value)
+            plain[container, *fields] = _to_value(value, column)
     containers = outputs.assemble(
         [sample], (), pad_output=False, padding_value=0, device=None
     )
@@ -231,19 +246,27 @@ def _from_row(row: Mapping[str, Any]) -> TensorDict:
     return result
 
 
-def _following(row: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _following(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the rewards of a row and its end; by default a whole conversation's."""
     done, truncated = row.get("done") is not False, bool(row.get("truncated"))
     terminated = row.get("terminated")
     if terminated is None:
         terminated = done and not truncated
-    rewards = {
-        column.removeprefix(NAMED): torch.full((1, 1), value, dtype=torch.float32)
-        for column, value in row.items()
-        if (column == "reward" or column.startswith(NAMED)) and value is not None
-    }
+    numbers: dict[str, Any] = _of_prefix(row, NAMED)
+    numbers["reward"] = torch.full((1, 1), row["reward"], dtype=torch.float32)
+    if metrics := _of_prefix(row, METRIC):
+        numbers["metrics"] = outputs.unchecked(metrics)
     ends = outputs.ends(terminated=terminated, truncated=truncated)
-    return {**rewards, **ends, "done": torch.full((1,), done)}
+    return {**numbers, **ends, "done": torch.full((1,), done)}
+
+
+def _of_prefix(row: Mapping[str, Any], prefix: str) -> dict[str, torch.Tensor]:
+    """Returns the numbers in columns with a prefix, by name."""
+    return {
+        column.removeprefix(prefix): torch.full((1, 1), value, dtype=torch.float32)
+        for column, value in row.items()
+        if column.startswith(prefix) and value is not None
+    }
 
 
 def _tokens(row: Mapping[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
@@ -294,8 +317,10 @@ def _conversations(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _to_value(value: Any) -> Any:
+def _to_value(value: Any, column: str) -> Any:
     """Returns numbers as tensors, and others as non-tensor data."""
+    if column in INTEGERS:
+        return torch.tensor(value, dtype=torch.int64)
     tensor = None
     if not isinstance(value, (str, Mapping)):
         with suppress(TypeError, ValueError):

@@ -262,6 +262,21 @@ def test_a_dataset_of_sessions_comes_back_as_their_rows(gateway, tmp_path):
                 assert other.tolist() == value.tolist()
 
 
+def test_metrics_and_empty_responses_come_back_from_a_dataset(gateway):
+    session, empty = talk(gateway, "one"), gateway.session("two")
+    gateway.set_metrics(session, {"length": 3.0, "reward": 9.0})
+    asked = [{"role": "user", "content": "hi"}]
+    assert post(empty, messages=asked, max_tokens=0).ok
+    dataset = gateway.to_dataset()
+    assert dataset["metrics.length"] == [3.0, 3.0, None]
+    *rows, last = dataset_to_batch(dataset)
+    for row in rows:
+        assert row["next", "metrics", "length"].item() == 3.0
+        assert row["next", "metrics", "reward"].item() == 9.0
+    assert "metrics" not in last["next"].keys()
+    assert last["generation_info"].weight_version.dtype == torch.int64
+
+
 def test_a_file_and_a_recording_become_the_dataset_of_their_sessions(
     fake_engine, tmp_path
 ):
