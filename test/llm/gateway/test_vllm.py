@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -186,6 +188,32 @@ def test_a_stream(client):
     tokens, end = (event for event in events if event.startswith("data: "))
     assert '"token_ids"' in tokens
     assert end == "data: [DONE]"
+
+
+def test_an_end_of_the_model_is_no_stop_reason(client):
+    body = {"prompt": PROMPT, "max_tokens": 4, "logit_bias": {"2": 1e4}}
+    for more, reason in (({}, None), ({"stop_token_ids": [2]}, 2)):
+        answer = client.post("/v1/completions", json={**body, **more}).json()
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+
+
+def test_a_pause_by_another_client_of_the_engine_outlasts_an_update(
+    client, vllm_engine, trainer, models, tiny_model_path
+):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    model = make_tiny_model(tokenizer, seed=13)
+    trainer.join()
+    with (
+        Gateway(vllm_engine, dialects=[VLLM(vllm_engine)], sessionless=True) as other,
+        httpx.Client(base_url=other.url, timeout=SECONDS) as another,
+    ):
+        another.post("/pause", params={"mode": "keep"})
+        trainer.update(model, pauses=False)
+        assert client.get("/is_paused").json() == {"is_paused": True}
+        another.post("/resume")
+    models[client.get("/weight_info").json()["weight_version"]] = model
+    check(generate(client)["choices"][0], models)
 
 
 def test_weights_of_a_trainer_while_requests_run(
@@ -433,6 +461,7 @@ def test_an_abandoned_update_ends_when_a_trainer_joins(
 def test_level_0_stops_the_scheduler_alone(client):
     assert client.post("/sleep", params={"level": 0}).status_code == 200
     assert client.get("/is_paused").json() == {"is_paused": True}
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
     assert client.post("/wake_up", params={"tags": "scheduling"}).status_code == 200
     assert generate(client)["choices"]
 
@@ -444,6 +473,12 @@ def in_front_of(fake) -> Iterator[httpx.Client]:
         Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
         httpx.Client(base_url=gateway.url, timeout=SECONDS) as client,
     ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def fake_client(tiny_model_path) -> Iterator[httpx.Client]:
+    with FakeServer(tiny_model_path) as fake, in_front_of(fake) as client:
         yield client
 
 
@@ -503,6 +538,118 @@ def test_sleep(tiny_model_path):
         # The weights are lost until the trainer sends them.
         body = {"token_ids": PROMPT, "sampling_params": SAMPLING}
         assert client.post(GENERATE, json=body).status_code == 503
+
+
+def test_a_wake_up_ends_a_pause(tiny_model_path):
+    with (
+        FakeServer(tiny_model_path, enable_memory_saver=True) as fake,
+        in_front_of(fake) as client,
+    ):
+        for calls in (["/pause"], ["/pause", "/sleep?level=2"]):
+            for call in calls:
+                assert client.post(call).status_code == 200
+            assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+            client.post("/wake_up")
+            assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+            # Lost weights generate nothing until they come.
+            is_paused = len(calls) > 1
+            assert client.get("/is_paused").json() == {"is_paused": is_paused}
+
+
+CHAT = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/v1/completions", {"prompt": [PROMPT], "add_special_tokens": False}, None),
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": True}, None),
+        ("/v1/completions", {"prompt": "a", "best_of": 1, "suffix": None}, None),
+        ("/v1/completions", {"prompt": "a", "thinking_token_budget": -1}, None),
+        ("/v1/completions", {"prompt": "a", "thinking_token_budget": 0}, "budget"),
+        ("/v1/completions", {"prompt": "a", "add_special_tokens": False}, "special"),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+        ("/v1/completions", {"prompt": PROMPT, "logprobs": 21}, "^logprobs=21"),
+        ("/v1/completions", {"prompt": [PROMPT, PROMPT]}, "several requests"),
+        (
+            "/v1/chat/completions",
+            {
+                **CHAT,
+                "add_generation_prompt": True,
+                "continue_final_message": False,
+                "add_special_tokens": False,
+                "include_reasoning": True,
+                "echo": False,
+                "max_completion_tokens": 2,
+            },
+            None,
+        ),
+        ("/v1/chat/completions", {**CHAT, "add_generation_prompt": False}, "template"),
+        ("/v1/chat/completions", {**CHAT, "max_completion_tokens": 3}, "give one"),
+        (GENERATE, {"output_mode": "text"}, "output_mode"),
+        (GENERATE, {"output_mode": "tokens"}, None),
+    ],
+)
+def test_defaults_of_vllm_are_accepted(fake_client, path, body, words):
+    """Other values are refused, if SGLang cannot serve them."""
+    if path == GENERATE:
+        body = {"token_ids": PROMPT, "sampling_params": SAMPLING, **body}
+    response = fake_client.post(path, json=body)
+    assert response.status_code == (400 if words else 200), response.text
+    if words:
+        assert re.search(words, response.json()["error"]["message"])
+
+
+@pytest.mark.parametrize("path", [GENERATE, "/v1/completions", "/v1/chat/completions"])
+def test_a_stream_has_the_prompt_s_tokens(fake_client, path):
+    about = {"stream": True, "return_token_ids": True}
+    bodies = {
+        GENERATE: {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}},
+        "/v1/completions": {"prompt": PROMPT, "max_tokens": 2},
+        "/v1/chat/completions": CHAT,
+    }
+    text = fake_client.post(path, json={**bodies[path], **about}).text
+    events = [json.loads(line[6:]) for line in text.split("\n\n")[:-2]]
+    parts = [*events, *(choice for event in events for choice in event["choices"])]
+    prompts = [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part]
+    expected = PROMPT
+    if path == "/v1/chat/completions":
+        answer = fake_client.post(path, json={**CHAT, "return_token_ids": True})
+        expected = answer.json()["prompt_token_ids"]
+    assert prompts[0] == expected
+    assert [i for part in parts for i in part.get("token_ids") or ()] == expected[:2]
+
+
+def test_answers_have_vllm_s_names(tiny_model_path, fake_client):
+    body = {"prompt": "abc", "max_tokens": 2, "logprobs": 0}
+    answer = fake_client.post("/v1/completions", json=body).json()
+    assert answer["model"] == str(tiny_model_path)
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 1]
+    sent = {"token_ids": PROMPT, "sampling_params": SAMPLING}
+    answer = fake_client.post(GENERATE, json=sent).json()
+    assert answer["model"] == str(tiny_model_path)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_has_vllm_s_name(tiny_model_path, stream):
+    content = "<think>why</think>so"
+    messages = [{"role": "user", "content": content}]
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with (
+        FakeServer(tiny_model_path) as fake,
+        AsyncSGLang.connect(fake.url) as engine,
+        Gateway(
+            engine,
+            dialects=[VLLM(engine)],
+            sessionless=True,
+            chat_template=template,
+            reasoning_parser="qwen3",
+        ) as gateway,
+    ):
+        body = {"messages": messages, "max_tokens": len(content), "stream": stream}
+        answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=body).text
+    assert '"reasoning":"why"' in answer
+    assert '"reasoning_content":"why"' in answer
 
 
 def test_adapters_are_models(tiny_model_path, tmp_path):

@@ -131,8 +131,18 @@ def read_completion(body: Any) -> Request:
         )
     top = fields.pop("logprobs", None)
     echo = bool(fields.pop("echo", None))
+    if echo and top is not None:
+        raise ConfigurationError(
+            "echo with logprobs is not supported: log-probs are the response's alone. "
+            "vLLM's field prompt_logprobs=0 returns the prompt's (--api vllm)."
+        )
     return make_request(
-        fields, text=prompt, logprobs=top is not None, top=top, echo=echo
+        fields,
+        text=prompt,
+        logprobs=top is not None,
+        top=top,
+        top_name="logprobs",
+        echo=echo,
     )
 
 
@@ -142,7 +152,9 @@ def _fields(body: Any) -> dict[str, Any]:
     return dict(body)
 
 
-def make_request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
+def make_request(
+    given: dict[str, Any], *, top: Any, top_name: str = "top_logprobs", **fields: Any
+) -> Request:
     """Returns a request with the fields that all of OpenAI's requests share."""
     model = given.pop("model", "") or ""
     stream = bool(given.pop("stream", None))
@@ -151,7 +163,7 @@ def make_request(given: dict[str, Any], *, top: Any, **fields: Any) -> Request:
     users = [given.pop(name, None) for name in ("user", "safety_identifier")]
     number = given.pop("n", None)
     number = check_integer("n", 1 if number is None else number, 1, MOST_SAMPLES)
-    top = check_integer("top_logprobs", top or 0, 0, MOST_TOP_LOGPROBS)
+    top = check_integer(top_name, top or 0, 0, MOST_TOP_LOGPROBS)
     form = given.pop("response_format", None)
     if given.get("modalities") == ["text"]:
         del given["modalities"]
@@ -196,7 +208,7 @@ def read_params(
     refused: Mapping[str, str],
 ) -> dict[str, Any]:
     """Returns sampling parameters under SGLang's names; ``about`` have no effect."""
-    params = {}
+    params: dict[str, Any] = {}
     for name, value in fields.items():
         if value is None or name in about:
             continue
@@ -209,7 +221,11 @@ def read_params(
                 f"{name!r} is not a parameter.{advice} A gateway with "
                 f"ignored_params=[{name!r}] leaves it out."
             )
-        params[sglang_name] = value
+        if params.setdefault(sglang_name, value) != value:
+            raise ConfigurationError(
+                f"{name}={value!r}, and another name of the same parameter has "
+                f"{params[sglang_name]!r}; give one."
+            )
     return params
 
 

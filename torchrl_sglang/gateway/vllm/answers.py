@@ -13,6 +13,7 @@ import numpy as np
 
 from torchrl_sglang.gateway.dialects.base import AnswerInfo, Writer, event
 from torchrl_sglang.gateway.dialects.openai import CompletionWriter, usage_fields
+from torchrl_sglang.gateway.drafts import Draft
 from torchrl_sglang.gateway.request import Request, Usage, finish_reason
 from torchrl_sglang.gateway.turns import Turn
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS, SAMPLING_SUPPORT
@@ -57,25 +58,27 @@ class GenerateWriter(Writer):
 
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
-        request, first = self._request, turns[0]
-        ids = first.prompt.token_ids if request.about.get("return_token_ids") else None
+        first = turns[0]
         return {
             **self._head,
-            "model": request.model or None,
+            "model": self._request.about["model"],
             "created": self._info.created,
             "choices": self._choices(turns),
             "usage": usage_fields(usage),
             "prompt_logprobs": prompt_logprobs(first, self._info.token_text),
-            "prompt_token_ids": ids,
+            "prompt_token_ids": prompt_ids(first, self._request),
             "kv_transfer_params": None,
         }
 
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
         """Yields the answer as server-sent events."""
+        head, ids = self._head, prompt_ids(turns[0], self._request)
+        first = {} if ids is None else {"prompt_token_ids": ids}
         for choice in self._choices(turns):
-            yield event({**self._head, "choices": [choice]})
+            yield event({**head, **first, "choices": [choice]})
+            first = {}
         if self._request.usage:
-            yield event({**self._head, "choices": [], "usage": usage_fields(usage)})
+            yield event({**head, "choices": [], "usage": usage_fields(usage)})
         yield b"data: [DONE]\n\n"
 
     @property
@@ -119,7 +122,7 @@ class VLLMWriter(CompletionWriter):
 
     def __init__(self, request: Request, info: AnswerInfo) -> None:
         super().__init__(request, info)
-        self._about = {**self._about, "model": request.model}
+        self._about = {**self._about, "model": request.about["model"]}
         self._is_chat = request.text is None and request.token_ids is None
         self._with_ids = bool(request.about.get("return_token_ids"))
         self._decode = info.token_text
@@ -129,15 +132,33 @@ class VLLMWriter(CompletionWriter):
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
         answer = super().answer(turns, usage)
-        ids = turns[0].prompt.token_ids if self._with_ids else None
         about = {
             "prompt_logprobs": prompt_logprobs(turns[0], self._decode),
-            "prompt_token_ids": ids,
+            "prompt_token_ids": prompt_ids(turns[0], self._request),
         }
         if self._is_chat:
             return {**answer, **about}
         choices = [{**choice, **about} for choice in answer["choices"]]
         return {**answer, "choices": choices}
+
+    def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:
+        """Yields the answer as server-sent events, or its remaining part."""
+        if self._is_chat and self._with_ids:
+            ids = prompt_ids(turns[0], self._request)
+            self._about = {**self._about, "prompt_token_ids": ids}
+        yield from super().events(turns, usage)
+
+    def _choice(self, turn: Turn) -> dict[str, Any]:
+        choice = super()._choice(turn)
+        if self._is_chat:
+            _name_reasoning(choice["message"])
+        return choice
+
+    def _new(self, index: int, draft: Draft) -> Iterator[dict[str, Any]]:
+        for new in super()._new(index, draft):
+            if self._is_chat:
+                _name_reasoning(new["delta"])
+            yield new
 
     def _logprobs(self, turn: Turn) -> dict[str, Any] | None:
         logprobs = super()._logprobs(turn)
@@ -149,15 +170,35 @@ class VLLMWriter(CompletionWriter):
                     sampled, logprobs["top_logprobs"], strict=True
                 )
             ]
+            start = len(self._request.text or "")
+            offsets = logprobs["text_offset"]
+            logprobs["text_offset"] = [offset - start for offset in offsets]
         return logprobs
 
     def _end(self, turn: Turn) -> dict[str, Any]:
         end, done = super()._end(turn), turn.completion
         reason = "abort" if done.finish_reason == "abort" else finish_reason(turn)
-        end |= {"finish_reason": reason, "stop_reason": done.matched_stop}
+        stop = done.matched_stop
+        # vLLM gives no stop reason for the model's own end.
+        ids = self._request.sampling.params.get("stop_token_ids", ())
+        stop = stop if isinstance(stop, str) or stop in ids else None
+        end |= {"finish_reason": reason, "stop_reason": stop}
         if self._with_ids:
             end |= token_fields(turn, self._request)
+            if not self._is_chat:
+                end["prompt_token_ids"] = prompt_ids(turn, self._request)
         return end
+
+
+def prompt_ids(turn: Turn, request: Request) -> Sequence[int] | None:
+    """Returns the tokens of the prompt, if the client asks for tokens."""
+    return turn.prompt.token_ids if request.about.get("return_token_ids") else None
+
+
+def _name_reasoning(message: dict[str, Any]) -> None:
+    """Adds reasoning under vLLM's name, too."""
+    if "reasoning_content" in message:
+        message["reasoning"] = message["reasoning_content"]
 
 
 def token_fields(turn: Turn, request: Request) -> dict[str, Any]:

@@ -54,7 +54,6 @@ class Controls:
         self._engine = engine
         self._timeout = timeout
         self._updates = WeightUpdates(engine, timeout=timeout)
-        self._asleep_at_level_0 = False
         posts: dict[str, Callable[[Fields, Fields], Any]] = {
             "/pause": self._pause,
             "/resume": self._resume,
@@ -141,7 +140,7 @@ class Controls:
                     "again after a whole weight update."
                 )
             run_sync(engine.control.resume())
-        self._updates.stays_paused = self._asleep_at_level_0 = False
+        self._updates.stays_paused = False
         return {"status": "resumed"}
 
     def _is_paused(self, query: Fields, body: Fields) -> dict[str, bool]:
@@ -205,7 +204,6 @@ class Controls:
             )
         if level == "0":
             self._hold(mode)
-            self._asleep_at_level_0 = True
             return {}
         if mode == "keep":
             raise ConfigurationError(
@@ -228,12 +226,18 @@ class Controls:
             tags = [tag for tag in tags if tag != "scheduling"]
         if tags is None or tags:
             self._engine.wake_up(tags)
-        if self._asleep_at_level_0:
-            self._resume(query, body)
+        if self._engine.asleep:
+            return {}
+        # It ends every pause; lost weights resume at the end of their update.
+        self._updates.stays_paused = False
+        with self._engine.weight_update() as update:
+            if self._engine.control.paused and not update.was_inconsistent:
+                run_sync(self._engine.control.resume())
         return {}
 
     def _is_sleeping(self, query: Fields, body: Fields) -> dict[str, bool]:
-        return {"is_sleeping": bool(self._engine.asleep)}
+        # A paused scheduler is asleep for vLLM, at level 0.
+        return {"is_sleeping": bool(self._engine.asleep or self._updates.stays_paused)}
 
     def _load_adapter(self, query: Fields, body: Fields) -> str:
         name, path = _needed(body, "lora_name"), _needed(body, "lora_path")

@@ -52,7 +52,6 @@ _REFUSED = {
     "extra_args": "SGLang's servers have no such arguments",
     "vllm_xargs": "SGLang's servers have no such arguments",
     "repetition_detection": "use repetition_penalty",
-    "thinking_token_budget": "use max_tokens",
     "trace_decode_token_ids": "responses cannot be prescribed",
     "skip_reading_prefix_cache": "weight updates empty the cache",
     "return_token_offsets": "decode the token ids",
@@ -61,6 +60,19 @@ _REFUSED = {
     "include_stop_str_in_output": "token_ids include the stop string's tokens",
 }
 """vLLM's fields that SGLang cannot serve -> alternative."""
+
+_DEFAULTS: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "best_of": 1,
+    "continue_final_message": False,
+    "echo": False,
+    "include_reasoning": True,
+    "mm_processor_kwargs": {},
+    "output_mode": "tokens",
+    "return_mm_kwargs": True,
+    "thinking_token_budget": -1,
+}
+"""vLLM's fields that have no effect with its default, the only value here."""
 
 _FORM = frozenset(
     {
@@ -168,7 +180,7 @@ class VLLM(Dialect):
         limits = {"max_tokens", "max_completion_tokens"}
         if not any(body.get(name) is not None for name in limits):
             body = {**body, "max_tokens": self._engine.capabilities.max_context}
-        return self._read(read_chat, body)
+        return self._read(read_chat, _without(body, "add_special_tokens", value=False))
 
     def _read(
         self,
@@ -187,6 +199,7 @@ class VLLM(Dialect):
         if fields.get("top_k") == 0:
             fields["top_k"] = -1
         request = read(fields)
+        about["model"] = request.model or self._served_name
         sampling = replace(
             request.sampling, **attributes, adapter=self._adapter(request.model)
         )
@@ -199,12 +212,17 @@ class VLLM(Dialect):
             ignored=(*request.ignored, *ignored),
         )
 
+    @property
+    def _served_name(self) -> str:
+        served = self._engine.capabilities.server_args.get("served_model_name")
+        return str(served or self._engine.model_path)
+
     def _adapter(self, model: str) -> str | None:
         """Returns the adapter that a model's name selects; refuses unknown names."""
         engine = self._engine
         if model in engine.adapters:
             return model
-        served = engine.capabilities.server_args.get("served_model_name")
+        served = self._served_name
         names = {engine.model_path, engine.capabilities.model_path, served, ""}
         # A server is started with the path of a folder from here, too.
         if (
@@ -213,7 +231,7 @@ class VLLM(Dialect):
         ):
             raise GatewayError(
                 f"The model `{model}` does not exist; there are "
-                f"{', '.join([served or engine.model_path, *engine.adapters])}.",
+                f"{', '.join([served, *engine.adapters])}.",
                 status=404,
                 param="model",
             )
@@ -224,7 +242,13 @@ def _read_tokens(fields: Mapping[str, Any], name: str = "token_ids") -> Request:
     fields = dict(fields)
     token_ids = _check_tokens(name, fields.pop(name, None))
     top = fields.pop("logprobs", None)
-    return make_request(fields, token_ids=token_ids, logprobs=top is not None, top=top)
+    return make_request(
+        fields,
+        token_ids=token_ids,
+        logprobs=top is not None,
+        top=top,
+        top_name="logprobs",
+    )
 
 
 def _read_completion(fields: Mapping[str, Any]) -> Request:
@@ -232,11 +256,18 @@ def _read_completion(fields: Mapping[str, Any]) -> Request:
     prompt = fields.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         (prompt,) = prompt
-    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], str):
-        return read_completion(fields)
+        fields["prompt"] = prompt
+    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], (str, list)):
+        return read_completion(_without(fields, "add_special_tokens", value=True))
+    fields.pop("add_special_tokens", None)
     if fields.pop("echo", None):
         raise ConfigurationError("echo needs a prompt that is a text.")
     return _read_tokens(fields, "prompt")
+
+
+def _without(fields: Mapping[str, Any], name: str, *, value: Any) -> dict[str, Any]:
+    """Returns fields without one that has vLLM's default."""
+    return {k: v for k, v in fields.items() if k != name or v != value}
 
 
 def _check_tokens(name: str, value: Any) -> Sequence[int]:
@@ -292,6 +323,9 @@ def _pop_ignored(
     fields: dict[str, Any], capabilities: ServerCapabilities
 ) -> tuple[str, ...]:
     """Removes fields without effect here, and returns those that are set."""
+    for name, default in _DEFAULTS.items():
+        if fields.get(name) == default:
+            fields.pop(name, None)
     for name, advice in _REFUSED.items():
         if fields.pop(name, None):
             raise ConfigurationError(f"{name} is not supported; {advice}.")

@@ -104,6 +104,9 @@ class AnnouncedUpdate(session.Transfer):
         try:
             with self._engine.weight_update() as held:
                 self._held = held
+                # Whoever paused consistent servers resumes them.
+                if self._engine.control.paused and not held.was_inconsistent:
+                    self.resumes = False
                 session.update_weights(
                     self._engine,
                     self,
