@@ -68,7 +68,8 @@ class Distillation:
       :math:`w`. The teacher sends one number for each token.
     - ``"reward"``: :math:`\log q_t - \log p_t` is added to the advantage of the sampled
       token, so that the policy's own loss, clipping and correction apply. The same
-      gradient in expectation, with the variance of a policy gradient. The metric
+      gradient in expectation, of tokens sampled at temperature 1 from the whole
+      vocabulary, with the variance of a policy gradient. The metric
       ``distillation_variance`` is the variance over the tokens, of both estimates.
 
     Examples:

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from torch import Tensor
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.divergences import Distillation
 from torchrl_sglang.objectives.packing import check_packing
 from torchrl_sglang.objectives.transform import Aggregation, MaskingStrategy
 from torchrl_sglang.support.checks import (
@@ -22,7 +23,7 @@ from torchrl_sglang.support.checks import (
 
 OPTIONAL = {
     *("aggregation", "reduction", "kl_mask_threshold"),
-    *("kl_to_ref_coeff", "kl_to_inference_coeff", "max_tokens"),
+    *("kl_to_ref_coeff", "kl_to_inference_coeff", "max_tokens", "distillation"),
 }
 """Arguments that may be ``None``, for TorchRL's default or an absent term."""
 
@@ -78,6 +79,11 @@ def _check_threshold(name: str, value: Any) -> None:
     check_positive(name, _number(value), zero=True)
 
 
+def _check_distillation(name: str, value: Any) -> None:
+    if not isinstance(value, Distillation):
+        raise ConfigurationError(f"{name} must be a Distillation, got {value!r}.")
+
+
 CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "aggregation": partial(check_choice, choices=(*get_args(Aggregation), "constant")),
     "masking_strategy": partial(check_choice, choices=get_args(MaskingStrategy)),
@@ -94,5 +100,6 @@ CHECKS: Mapping[str, Callable[[str, Any], object]] = {
     "replay_sampling": check_flag,
     "packing": check_packing,
     "max_tokens": check_count,
+    "distillation": _check_distillation,
 }
 """Argument -> its check."""

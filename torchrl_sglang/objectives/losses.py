@@ -194,6 +194,7 @@ class CorrectedGRPOLoss(TorchRLGRPOLoss):
                 "max_tokens": max_tokens,
                 "packing": packing,
                 "replay_sampling": replay_sampling,
+                "distillation": distillation,
             }
         )
         super().__init__(actor_network, **kwargs)

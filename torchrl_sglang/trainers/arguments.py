@@ -193,7 +193,14 @@ class RunArguments:
     """Preset or configuration of off-policy correction. By default there is none."""
     kl_to_ref_coeff: Annotated[float, partial(check_positive, zero=True)] = 0.0
     """Coefficient of the divergence from the model before training."""
-    teacher: Mapping[Any, Any] | str | Sequence[str] | RLSGLangEngine | None = None
+    teacher: (
+        Mapping[Any, Any]
+        | str
+        | os.PathLike[str]
+        | Sequence[str]
+        | RLSGLangEngine
+        | None
+    ) = None
     """Model that the policy learns from beside the rewards, or without rewards: a
     folder or hub name; a mapping of ``"model"`` and arguments of
     :meth:`.AsyncSGLang.from_pretrained`; the URL of a running server, or an engine. It

@@ -29,7 +29,11 @@ from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.advantages import REWARD
 from torchrl_sglang.objectives.columns import read, read_mask, row_lengths
 from torchrl_sglang.objectives.correct import NOT_SCORED
-from torchrl_sglang.objectives.distillation import TEACHER, refuse_recomputed
+from torchrl_sglang.objectives.distillation import (
+    TEACHER,
+    TEACHER_LOG_PROBS,
+    refuse_recomputed,
+)
 from torchrl_sglang.objectives.losses import CorrectedGRPOLoss
 from torchrl_sglang.objectives.packing import can_share, packed_terms, prepare_packing
 from torchrl_sglang.objectives.parts import LossRanks
@@ -179,7 +183,7 @@ class Learner:
         self.steps = 0
         self._correct = correct
         self._reference = reference
-        self._teacher = _with_same_tokens(teacher, self.actor)
+        self._teacher = _check_teacher(teacher, loss)
         self._minibatches = minibatches
         self._epochs = epochs
         self._max_tokens = max_tokens_per_pass
@@ -318,7 +322,8 @@ class Learner:
             ConfigurationError: as :class:`.Teacher`; on all ranks, as each error.
         """
         teacher = self._teacher
-        if teacher is None or TEACHER in batch.keys():
+        # A task's own column may have the name, too.
+        if teacher is None or TEACHER_LOG_PROBS in batch.keys(True):
             return batch
         try:
             self.ranks.first(teacher.wake_up)
@@ -695,10 +700,23 @@ class Learner:
         self._start.advance(self.steps)
 
 
-def _with_same_tokens(teacher: Teacher | None, actor: Any) -> Teacher | None:
-    """Returns a teacher, if there is one, that has the actor's token ids."""
-    if teacher is not None:
-        teacher.check_tokens(actor.tokenizer)
+def _check_teacher(teacher: Teacher | None, loss: Any) -> Teacher | None:
+    """Returns a teacher, if one is given, and refuses one of another loss."""
+    if teacher is None:
+        return None
+    teacher.check_tokens(loss.actor_network.tokenizer)
+    # A loss of the user's may read the columns by itself.
+    if not hasattr(loss, "distillation"):
+        return teacher
+    scored, settings = teacher.distillation, loss.distillation
+    if settings is None or (
+        settings.compares_distributions
+        and (settings.estimator, settings.k) != (scored.estimator, scored.k)
+    ):
+        raise ConfigurationError(
+            f"The teacher scores batches for {scored}, and the loss has "
+            f"distillation={settings}; give both the same Distillation."
+        )
     return teacher
 
 

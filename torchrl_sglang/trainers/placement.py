@@ -13,6 +13,7 @@ from torch import nn
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.environment import check_environment
+from torchrl_sglang.backends.launch.gpus import devices_per_server
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import suggest
 from torchrl_sglang.support.urls import ADMIN_KEY_VARIABLE, KEY_VARIABLE
@@ -21,6 +22,9 @@ from torchrl_sglang.types import ServerPlacement
 
 CONNECTING = ("url", "server_url", "urls", "router_url")
 """Arguments of an engine whose servers run already."""
+
+PLACES = {"launcher", "cuda_devices", "base_gpu_id"}
+"""Arguments with the GPUs of servers."""
 
 COLOCATED_SHARE = 0.6
 """Share of a GPU's memory of a server that sleeps while the trainer trains, unless
@@ -151,6 +155,34 @@ def _one_for_each_rank(
             f"'/dev/shm/weights'}}."
         )
     return {"num_replicas": replicas}
+
+
+def place_apart(
+    servers: Mapping[Any, Mapping[str, Any]], count: int
+) -> dict[Any, Mapping[str, Any]]:
+    """Returns the arguments of servers of several models, on different GPUs. Pure.
+
+    The first model has the last of ``count`` GPUs. Servers with a place keep it.
+
+    Examples:
+        >>> place_apart({"math": {"tp_size": 2}, "code": {}}, 8)["code"]
+        {'cuda_devices': [5]}
+    """
+    placed: dict[Any, Mapping[str, Any]] = {}
+    for name, options in servers.items():
+        placed[name] = options
+        if PLACES & options.keys() or options.get("device") == "cpu":
+            continue
+        end = count
+        count -= options.get("num_replicas", 1) * devices_per_server(options)
+        if count < 0:
+            raise ConfigurationError(
+                f"The servers of {', '.join(map(repr, servers))} need {-count} more "
+                f"GPUs than are visible here; give them fewer, or the same ones with "
+                f"cuda_devices=[0] and smaller shares of the memory."
+            )
+        placed[name] = {**options, "cuda_devices": list(range(count, end))}
+    return placed
 
 
 def check_gpus(servers: Iterable[ServerPlacement], gpus: Collection[str]) -> None:

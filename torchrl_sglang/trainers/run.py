@@ -207,7 +207,7 @@ class Run:
             tokenizer,
             self.ranks,
             reference=reference,
-            teacher=self._teaching.make(teachers, self.engine, self.ranks),
+            teacher=self._teaching.make(teachers, self._served, self.ranks),
         )
         self.learner.recorder = self._recorder_of_scores()
         self.learner.query_key = self.query_key

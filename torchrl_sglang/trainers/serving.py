@@ -55,6 +55,8 @@ class Served:
     engine: Any = None
     policy: SGLangWrapper | None = None
     gateway: Gateway | None = None
+    chat_template: str | None = None
+    """Source of the chat template that prompts are rendered with."""
 
 
 class Serving:
@@ -125,13 +127,15 @@ class Serving:
             **common,
         )
         if self.arguments.agent is None:
-            return Served(engine=engine, policy=policy)
-        options = self.arguments.gateway or {}
-        gateway = Gateway(
-            engine, **{**common, "default_sampling_params": sampling, **options}
+            source = policy.template.source
+            return Served(engine=engine, policy=policy, chat_template=source)
+        options = {**common, "default_sampling_params": sampling}
+        options |= self.arguments.gateway or {}
+        source = choose_template(policy.tokenizer, template=options["chat_template"])
+        gateway = stack.enter_context(Gateway(engine, **options))
+        return Served(
+            engine=engine, policy=policy, gateway=gateway, chat_template=source
         )
-        stack.enter_context(gateway)
-        return Served(engine=engine, policy=policy, gateway=gateway)
 
     def _start_engine(self, stack: ExitStack, ranks: TrainerRanks) -> Any:
         engine = self.arguments.engine

@@ -32,6 +32,7 @@ from torchrl_sglang.objectives.divergences import Distillation, least_k
 from torchrl_sglang.requests.request import GenerateRequest
 from torchrl_sglang.requests.token_columns import (
     ASSISTANT_MASK,
+    ATTENTION_MASK,
     PROMPT,
     TOKENS,
     TokenColumn,
@@ -157,7 +158,7 @@ class Teacher:
         ``("teacher", "log_probs")`` ``(T,)``, and where several tokens are compared
         ``("teacher", "top_ids")`` and ``("teacher", "top_log_probs")`` ``(T, k)``,
         where T is the length of ``("tokens", "full")``; NaN and 0 before the first
-        token of the policy.
+        token of the policy, and for padding.
 
         Raises:
             ConfigurationError: if a row has no tokens, or too many for the teacher, or
@@ -177,16 +178,22 @@ class Teacher:
     def _read(self, row: TensorDictBase) -> _Sequence:
         """Returns the tokens of a row as its teacher reads them."""
         name = None if self.key is None else _value_of(row, self.key)
-        if name not in self.engines:
-            raise unknown_teacher(self.key, name, self.engines)
-        tokens: list[int] = row[TOKENS].tolist()
-        token_ids, begin = tokens, _first_written(row)
+        check_name(self.key, name, self.engines)
+        tokens, places = row[TOKENS].cpu(), _places(row)
+        token_ids: list[int] = tokens[places].tolist()
+        begin = int((places < _first_written(row)).sum())
+        end = len(token_ids)
         if self._prompt is not None:
             prompt, length = self._encode_prompt(row), len(row[PROMPT])
-            token_ids = [*prompt, *tokens[length:]]
-            begin += len(prompt) - length
+            length = int((places < length).sum())
+            token_ids = [*prompt, *token_ids[length:]]
+            begin = max(begin, length) + len(prompt) - length
         return _Sequence(
-            teacher=name, token_ids=token_ids, begin=begin, num_tokens=len(tokens)
+            teacher=name,
+            token_ids=token_ids,
+            begin=begin,
+            places=places[end - (len(token_ids) - begin) :],
+            num_tokens=len(tokens),
         )
 
     def _encode_prompt(self, row: TensorDictBase) -> list[int]:
@@ -276,18 +283,21 @@ class _Sequence:
     teacher: Any
     """Name of the teacher."""
     token_ids: list[int]
-    """Prompt, which may be the teacher's own, and the row's other tokens."""
+    """Prompt, which may be the teacher's own, and other tokens, without padding."""
     begin: int
     """Position of the first token to score."""
+    places: Tensor
+    """Positions in the row of the tokens to score."""
     num_tokens: int
-    """Number of the row's tokens."""
+    """Number of the row's tokens, with padding."""
 
     def columns(self, answer: Completion, start: int) -> dict[str, Tensor]:
         """Returns the columns of the row from an answer that begins at ``start``."""
         end = len(self.token_ids)
         return {
-            name.removeprefix("teacher_"): _padded(
+            name.removeprefix("teacher_"): _placed(
                 values.values[self.begin - start : end - start],
+                self.places,
                 self.num_tokens,
                 values.layout.unknown,
             )
@@ -318,9 +328,15 @@ def ask_patiently(
         for error in errors:
             lasting = now > min(failing_since + OUTAGE_SECONDS, deadline)
             if lasting or not is_engines(error):
-                raise error
+                note = f"It is a request to the teacher {engine.model_path!r}."
+                raise error.replace(note=note)
         if errors:
-            torchrl_logger.warning(f"A teacher failed and is asked again: {errors[0]}")
+            # Once in an outage, which can have hundreds of attempts.
+            if failing_since == now:
+                torchrl_logger.warning(
+                    f"The teacher {engine.model_path!r} failed and is asked again: "
+                    f"{errors[0]}"
+                )
             time.sleep(BACKOFF_SECONDS)
     return answers
 
@@ -341,14 +357,18 @@ def covering(sequences: Sequence[list[int]]) -> list[int]:
     return covers
 
 
-def unknown_teacher(
-    key: str | None, name: Any, teachers: Mapping[Any, Any]
-) -> ConfigurationError:
-    """Returns the error for a task whose teacher does not exist."""
-    return ConfigurationError(
-        f"A task has {key}={name!r}, and there are teachers for "
-        f"{', '.join(map(repr, teachers))}."
-    )
+def check_name(key: str | None, name: Any, teachers: Mapping[Any, Any]) -> None:
+    """Refuses the name of a task's teacher, if there is no such teacher."""
+    try:
+        exists = name in teachers
+    except TypeError:
+        # A list, for example, is no key of a mapping.
+        exists = False
+    if not exists:
+        raise ConfigurationError(
+            f"A task has {key}={name!r:.200}, and there are teachers for "
+            f"{', '.join(map(repr, teachers))}."
+        )
 
 
 def _check_engines(engine: Any, key: str | None) -> dict[Any, RLSGLangEngine]:
@@ -375,6 +395,15 @@ def _value_of(row: TensorDictBase, name: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
+def _places(row: TensorDictBase) -> Tensor:
+    """Returns the positions of a row's tokens, without padding."""
+    real = row.get(ATTENTION_MASK, None)
+    if real is None:
+        return torch.arange(len(row[TOKENS]))
+    places: Tensor = real.cpu().nonzero().squeeze(-1)
+    return places
+
+
 def _first_written(row: TensorDictBase) -> int:
     """Returns the position of a row's first token of the policy, or its end."""
     mask = row.get(ASSISTANT_MASK, None)
@@ -383,11 +412,14 @@ def _first_written(row: TensorDictBase) -> int:
     return int(mask.int().argmax()) if mask.any() else len(mask)
 
 
-def _padded(values: np.ndarray[Any, Any], length: int, unknown: float) -> Tensor:
-    """Returns values of a row's last tokens as values of all of them."""
+def _placed(
+    values: np.ndarray[Any, Any], places: Tensor, length: int, unknown: float
+) -> Tensor:
+    """Returns values of some tokens of a row as values of all of them."""
     tensor = torch.from_numpy(np.ascontiguousarray(values))
-    padding = tensor.new_full((length - len(tensor), *tensor.shape[1:]), unknown)
-    return torch.cat([padding, tensor])
+    row = tensor.new_full((length, *tensor.shape[1:]), unknown)
+    row[places] = tensor
+    return row
 
 
 def _columns(k: int) -> tuple[TokenColumn, ...]:

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
+from torchrl_sglang.backends.launch.gpus import visible_devices
 from torchrl_sglang.collectors.groups.user_functions import check_call
 from torchrl_sglang.collectors.scheduling.prompts import to_task
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.objectives.config import as_config
 from torchrl_sglang.objectives.distillation import refuse_recomputed
 from torchrl_sglang.objectives.divergences import Distillation
-from torchrl_sglang.trainers.arguments import RunArguments
+from torchrl_sglang.trainers.arguments import RunArguments, check_model
 from torchrl_sglang.trainers.placement import (
+    COLOCATED_SHARE,
     check_engine,
     connect_arguments,
+    place_apart,
     server_arguments,
 )
 from torchrl_sglang.trainers.progress import tell
 from torchrl_sglang.trainers.ranks import TrainerRanks
-from torchrl_sglang.trainers.serving import load_tokenizer
-from torchrl_sglang.trainers.teacher import Teacher, check_same_tokens, unknown_teacher
+from torchrl_sglang.trainers.serving import Served, load_tokenizer
+from torchrl_sglang.trainers.teacher import Teacher, check_name, check_same_tokens
 
 INITIAL, STUDENT = "initial", "student"
 """Teachers that are the model before training, and the one that is trained."""
@@ -77,7 +82,8 @@ class Teaching:
         """Returns a teacher in the form of :attr:`teachers`."""
         if teacher == STUDENT or isinstance(teacher, RLSGLangEngine):
             return teacher
-        if isinstance(teacher, str) and "://" not in teacher:
+        is_path = isinstance(teacher, os.PathLike)
+        if is_path or (isinstance(teacher, str) and "://" not in teacher):
             teacher = {"model": teacher}
         options = dict(teacher) if isinstance(teacher, Mapping) else teacher
         model = options.pop("model", None) if isinstance(options, dict) else None
@@ -93,13 +99,13 @@ class Teaching:
             return running
         if model == INITIAL:
             model = self.arguments.model
-            if isinstance(model, nn.Module):
-                raise ConfigurationError(
-                    "teacher='initial' is the model before training, and model is a "
-                    "module, of which no server can be started; give an engine that "
-                    "serves it as teacher=...."
-                )
-        return {"model": str(model), **options}
+        if isinstance(check_model("teacher", model), nn.Module):
+            raise ConfigurationError(
+                f"The teacher's model is a module ({type(model).__name__}), of which "
+                f"no server can be started; give its folder or hub name, or an engine "
+                f"that serves it, as teacher=...."
+            )
+        return {"model": check_model("teacher", model), **options}
 
     def _check_prompt(self) -> None:
         prompt, arguments = self.arguments.teacher_prompt, self.arguments
@@ -126,8 +132,7 @@ class Teaching:
             return
         for row in prompts:
             name = to_task(row, self.arguments.query_key).get(key)
-            if name not in self.teachers:
-                raise unknown_teacher(key, name, self.teachers)
+            check_name(key, name, self.teachers)
 
     @property
     def sleeps(self) -> list[Any]:
@@ -148,7 +153,8 @@ class Teaching:
         def open_engines() -> None:
             # Before anything is started, which takes minutes.
             self._check_tokenizers()
-            for name, teacher in self.teachers.items():
+            teachers = self.teachers | self._place()
+            for name, teacher in teachers.items():
                 if isinstance(teacher, RLSGLangEngine):
                     engines[name] = teacher
                 elif teacher != STUDENT:
@@ -159,6 +165,21 @@ class Teaching:
 
         ranks.first(open_engines)
         return engines
+
+    def _place(self) -> dict[Any, Mapping[str, Any]]:
+        """Returns the arguments of servers to start, which share GPUs and memory."""
+        started = {name: t for name, t in self.teachers.items() if _starts(t)}
+        if not self.arguments.colocated:
+            several = len(started) > 1 and torch.cuda.is_available()
+            return place_apart(started, len(visible_devices())) if several else started
+        # All of them are awake while a batch is scored.
+        share = {"mem_fraction_static": COLOCATED_SHARE / max(len(started), 1)}
+        return {
+            name: options
+            if "gpu_memory_utilization" in options
+            else {**share, **options}
+            for name, options in started.items()
+        }
 
     def _open(self, teacher: Mapping[str, Any], ranks: TrainerRanks) -> AsyncSGLang:
         if not _starts(teacher):
@@ -193,12 +214,15 @@ class Teaching:
                 self.distillation.num_top(len(other))
 
     def make(
-        self, engines: Mapping[Any, Any], student: Any, ranks: TrainerRanks
+        self, engines: Mapping[Any, Any], student: Served, ranks: TrainerRanks
     ) -> Teacher | None:
-        """Returns the teacher on each rank, from engines on the first one."""
+        """Returns the teacher on each rank, from engines on the first one.
+
+        Its own prompts have the student's chat template.
+        """
         if self.distillation is None:
             return None
-        everyone = {name: engines.get(name, student) for name in self.teachers}
+        everyone = {name: engines.get(name, student.engine) for name in self.teachers}
         shared: Any = ranks.share(everyone | self._copies if ranks.is_first else None)
         if ranks.is_first:
             shared = everyone
@@ -208,7 +232,7 @@ class Teaching:
             self.distillation,
             key=arguments.teacher_key,
             prompt=arguments.teacher_prompt,
-            chat_template=arguments.chat_template,
+            chat_template=ranks.share(student.chat_template),
             chat_template_kwargs=arguments.chat_template_kwargs,
             sleeps=self.sleeps,
         )

@@ -225,6 +225,11 @@ def _check_of_run(loss: Mapping[str, Any]) -> None:
             f"loss has kl_to_ref_coeff={loss['kl_to_ref_coeff']!r}, for which nobody "
             f"would keep the model before training; give kl_to_ref_coeff=... to GRPO."
         )
+    if loss.get("distillation") is not None:
+        raise ConfigurationError(
+            f"loss has distillation={loss['distillation']!r}, for which no teacher "
+            f"would score batches; give teacher=... and distillation=... to GRPO."
+        )
     if loss.get("correction") is not None:
         raise ConfigurationError(
             f"loss has correction={loss['correction']!r}, and a run chooses where "
