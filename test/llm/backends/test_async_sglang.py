@@ -320,6 +320,7 @@ def test_versions_and_the_prefix_cache(engine):
 # --- many at once
 
 
+@pytest.mark.slow
 def test_order_is_kept_in_a_batch_of_200(engine, score):
     batch = prompts(200)
     params = [{"max_new_tokens": 1 + i % 7, "ignore_eos": True} for i in range(200)]

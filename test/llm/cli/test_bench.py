@@ -77,6 +77,7 @@ def test_overhead_of_a_running_server(engine, capsys):
     assert all(row["processor_ms"] > 0 for row in found.values())
 
 
+@pytest.mark.slow
 def test_tokens_that_arrive_through_collectors(engine, capsys):
     report = bench(capsys, "collectors", "--url", engine.server_url)
     found = report["collectors"]

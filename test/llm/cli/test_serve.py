@@ -129,6 +129,7 @@ def test_serving_until_sigterm_prints_the_address_alone(tiny_model_path):
         assert out == ""
 
 
+@pytest.mark.slow
 def test_vllm_s_protocol_in_front_of_the_server(tiny_model_path):
     words = ("--device", "cpu", "--api", "vllm", "--json")
     with serving(tiny_model_path, *words) as process:

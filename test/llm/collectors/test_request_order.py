@@ -104,6 +104,7 @@ def turns_of(engine, order):
     return turns
 
 
+@pytest.mark.slow
 def test_later_turns_of_older_groups(one_at_a_time):
     """They wait behind the first turns of all others, or go before them."""
     turns = turns_of(one_at_a_time, "arrival")

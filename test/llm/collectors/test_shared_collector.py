@@ -86,6 +86,7 @@ def test_parameters_that_the_tokens_of_one_rank_do_not_reach(run):
     assert first == second == {"grads": [[0.5, 0.5], [1, 1], [0.5, 0.5], None]}
 
 
+@pytest.mark.slow
 def test_shares_of_a_collector(run, restored_engine, tokenizer):
     found = run("collect", 2)
     first, second = found

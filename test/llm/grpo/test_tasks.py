@@ -339,6 +339,7 @@ def test_the_demo_of_distillation(tiny_model_path, tmp_path):
     assert (tmp_path / "run" / "comparison.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_wrong_layers_are_refused(tiny_model_path, tmp_path):
     for drop in ("2", "0 1"):
         done = run(

@@ -322,6 +322,7 @@ def test_runs_that_cannot_go_on_reach_no_server(make, restored_engine, tmp_path)
     assert run_sync(served(timeout=5)) == before
 
 
+@pytest.mark.slow
 def test_a_run_whose_folder_has_moved(make, tiny_model_path, tmp_path, monkeypatch):
     """Nothing is written where it was, and a model may be named in another way."""
     make(steps=2).train()
@@ -332,6 +333,7 @@ def test_a_run_whose_folder_has_moved(make, tiny_model_path, tmp_path, monkeypat
     assert set(scalar(tmp_path / "moved", "batch/reward")) == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_before_a_checkpoint(make, tmp_path):
     """It begins again in the same object, and leaves what it had written out."""
     run = make(
@@ -431,6 +433,7 @@ def test_agents(make, restored_engine, tmp_path, capsys):
     assert re.search(r"-> ['\"]assistant: ", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_tensorboard_and_another_logger_afterwards(make, restored_engine, tmp_path):
     """Several epochs and minibatches, an entropy bonus, and arguments of parts."""
     pytest.importorskip("tensorboard")
@@ -743,7 +746,8 @@ def test_runs_of_the_same_ranks(restored_engine, tiny_model_path, tmp_path):
         assert open_after[0] == open_after[1]
 
 
-@pytest.mark.parametrize("kills", [[3], pytest.param([1, 5], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [[3], [1, 5]])
 def test_a_run_that_is_killed(restored_engine, tiny_model_path, tmp_path, kills):
     """No prompt is lost or repeated, and no step is logged twice."""
     folder = tmp_path / "run"

@@ -202,7 +202,9 @@ def sample(model, count, length=6):
     )
 
 
-@pytest.mark.parametrize("estimator", ["sampled", "reward"])
+@pytest.mark.parametrize(
+    "estimator", ["sampled", pytest.param("reward", marks=pytest.mark.slow)]
+)
 def test_estimates_from_samples_approach_their_teacher(
     hf_model, tokenizer, teacher_engine, teacher_model, estimator
 ):
@@ -283,16 +285,21 @@ def check_steps(run, teacher_model, steps=2):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_staleness": 1, "correction": "decoupled_token_is"},
-        {"agent": greet},
-        {
-            "tools": [search],
-            "chat_template": TOOL_TEMPLATE,
-            "max_turns": 3,
-            "step": go_on,
-        },
+        pytest.param(
+            {"max_staleness": 1, "correction": "decoupled_token_is"}, id="asynchronous"
+        ),
+        pytest.param({"agent": greet}, id="agent", marks=pytest.mark.slow),
+        pytest.param(
+            {
+                "tools": [search],
+                "chat_template": TOOL_TEMPLATE,
+                "max_turns": 3,
+                "step": go_on,
+            },
+            id="tools",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["asynchronous", "agent", "tools"],
 )
 def test_each_kind_of_run_has_the_divergence_of_its_tokens(
     make, teacher_engine, teacher_model, options
@@ -367,7 +374,9 @@ def test_ranks_score_their_shares(
     assert min(values) > 0
 
 
-@pytest.mark.parametrize("teacher", ["student", "initial"])
+@pytest.mark.parametrize(
+    "teacher", ["student", pytest.param("initial", marks=pytest.mark.slow)]
+)
 def test_a_model_teaches_itself(make, hf_model, engine, teacher):
     """With a prompt that says more; an old version remains what it was."""
     run = make(
@@ -509,6 +518,7 @@ def test_a_teacher_that_is_not_a_number_costs_no_step(
     assert all((after[name] == value).all() for name, value in before.items())
 
 
+@pytest.mark.slow
 def test_a_teacher_that_dies_is_waited_for(teacher_path, batch):
     with AsyncSGLang.from_pretrained(teacher_path, device="cpu") as engine:
         teacher = Teacher(engine, Distillation(k=4))

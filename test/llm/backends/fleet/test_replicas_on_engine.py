@@ -76,6 +76,7 @@ def running(engine):
     return [server.running for server in engine.stats().servers]
 
 
+@pytest.mark.slow
 def test_both_answer_as_one_does(engine, session_engine):
     batch = prompts(40)
     assert engine.server_url not in [s.url for s in engine.stats().servers]
@@ -185,6 +186,7 @@ def test_all_servers_killed(engine):
     generate(engine, prompts(4))
 
 
+@pytest.mark.slow
 def test_after_an_update_a_restarted_server_waits_for_weights(engine, tokenizer):
     """No token is computed with the checkpoint's weights any more."""
     model = make_tiny_model(tokenizer, seed=5)
@@ -232,6 +234,7 @@ def test_openai_says_what_the_wrapper_says(engine, tokenizer):
         engine.chat_completion({**payload, "stream": True})
 
 
+@pytest.mark.slow
 def test_a_copy_uses_the_same_servers(engine, session_engine):
     batch = prompts(10)
     copy = pickle.loads(pickle.dumps(engine))

@@ -327,6 +327,7 @@ def test_a_sick_worker_leaves_the_rotation_and_comes_back(pair):
         assert healthy(router) == sorted(urls(pair))
 
 
+@pytest.mark.slow
 def test_refused_requests_take_nobody_out_of_rotation(servers):
     with make_sglang_router(urls(servers), policy="round_robin") as router:
         bad = {"input_ids": [5] * 100_000, "sampling_params": {}}

@@ -185,6 +185,7 @@ def test_samples_of_long_prompts_are_computed_with_their_own(lora_engine, peft_m
         assert answer.cached_tokens > 0
 
 
+@pytest.mark.slow
 def test_a_replacement_leaves_requests_under_way_alone(any_lora_engine, peft_models):
     engine = any_lora_engine
     old, new = peft_models.make(9), peft_models.make(10)
@@ -222,6 +223,7 @@ def test_no_prefix_of_an_older_adapter_is_reused(lora_engine, peft_models, hf_mo
     assert peft_models.difference(base, PROMPT, hf_model) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_a_replacement_while_generation_is_paused(lora_engine, peft_models):
     old, new = peft_models.make(14), peft_models.make(15)
     load(lora_engine, "policy", old)
@@ -537,6 +539,7 @@ def engine_to_kill(tiny_model_path):
         yield engine
 
 
+@pytest.mark.slow
 def test_a_server_that_was_started_again_gets_its_adapters(engine_to_kill, peft_models):
     model = peft_models.make(29)
     load(engine_to_kill, "policy", model, version="5", default=True)
