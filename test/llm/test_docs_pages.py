@@ -16,7 +16,11 @@ import pytest
 import torchrl_sglang
 from torchrl_sglang import errors
 from torchrl_sglang.backends.launch.cpu import engine_python
-from torchrl_sglang.backends.launch.server_command import find_flags
+from torchrl_sglang.backends.launch.ports import PORTS
+from torchrl_sglang.backends.launch.server_command import (
+    find_flags,
+    make_server_command,
+)
 from torchrl_sglang.backends.launch.vllm_arguments import RENAMED
 from torchrl_sglang.policies import sampling
 from torchrl_sglang.requests.sampling import (
@@ -116,6 +120,49 @@ def test_every_setting_has_a_name_or_a_reason(server_arguments):
             if (unknown := unknown_names(literal, server_arguments))
         ]
     assert problems == []
+
+
+CLUSTER = (SOURCE / "cluster.rst").read_text()
+PLACES_AND_ARGUMENTS = {
+    name: (place, choice)
+    for row in ROW.findall(CLUSTER.partition("What the network must allow")[2])
+    for name, place, choice, *_ in [re.split(r"\n     - ", row)]
+}
+CHOSEN_IN = {
+    "a server": "make_sglang_server",
+    "store of a server's ranks": "make_sglang_server",
+    "store of a broadcast": "SGLangWeightSyncScheme",
+    "the router": "from_pretrained",
+    "the gateway": "Gateway",
+    "metrics": "serve_metrics",
+}
+"""What listens in a cluster -> the call whose arguments choose where."""
+
+
+@pytest.mark.parametrize("name", CHOSEN_IN)
+def test_arguments_choose_where_to_listen(name, server_arguments):
+    _, choice = PLACES_AND_ARGUMENTS[name]
+    arguments = {literal.partition("=")[0] for literal in LITERAL.findall(choice)}
+    assert arguments
+    assert arguments <= keywords(CHOSEN_IN[name], server_arguments)
+
+
+def test_a_server_listens_where_the_page_says(tiny_model_path):
+    assert f"of {PORTS[0]} to {PORTS[-1]} for servers" in CLUSTER
+    command = make_server_command(tiny_model_path, device="cpu")
+    host, port = command.url.removeprefix("http://").split(":")
+    assert PLACES_AND_ARGUMENTS["a server"][0] == f"{host}, a free port"
+    ports = {lease.port for lease in command.leases}
+    command.release()
+    assert int(port) in ports
+    assert ports <= set(PORTS)
+
+
+@pytest.mark.parametrize("name", ["the gateway", "metrics"])
+def test_an_endpoint_listens_where_the_page_says(name):
+    arguments = inspect.signature(getattr(torchrl_sglang, CHOSEN_IN[name])).parameters
+    assert PLACES_AND_ARGUMENTS[name][0] == f"{arguments['host'].default}, any port"
+    assert arguments["port"].default == 0
 
 
 def test_every_error_has_an_entry():

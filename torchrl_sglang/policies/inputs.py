@@ -31,6 +31,13 @@ from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.support.texts import check_text
 
+_CONTAINERS = {
+    "history": "ChatHistory(prompt=...)",
+    "text": "Text(prompt=...)",
+    "tokens": "Tokens(prompt=...)",
+}
+"""Input mode -> TorchRL's container of prompts."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptBatch:
@@ -288,10 +295,11 @@ def _shapes(rows: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 def _get(td: TensorDictBase, key: NestedKey, mode: str, **get_kwargs: Any) -> Any:
-    """Returns the value under ``key``, or raises with TorchRL's own message."""
+    """Returns the value under ``key``; an error begins with TorchRL's message."""
     if key not in td:
         raise ConfigurationError(
             f"Expected '{key}' key for {mode} input mode, but found keys: "
-            f"{list(td.keys())}"
+            f"{list(td.keys())}. Give that key, as {_CONTAINERS[mode]} of "
+            f"torchrl.modules.llm.policies has it, or another input_mode."
         )
     return td.get(key, **get_kwargs)

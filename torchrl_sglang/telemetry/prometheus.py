@@ -41,8 +41,7 @@ def check_installed() -> None:
         import prometheus_client  # noqa: F401
     except ImportError as error:
         raise ConfigurationError(
-            "Metrics need the package prometheus_client; install it with pip install "
-            "'torchrl-sglang[metrics]'."
+            "Metrics need the package prometheus_client: pip install prometheus-client."
         ) from error
 
 

@@ -28,7 +28,7 @@ def library() -> str:
     except ImportError as error:
         raise ConfigurationError(
             f"The viewer draws with Vega-Lite, which the package {PACKAGE} ships; "
-            f"install torchrl-sglang[viewer]."
+            f"pip install '{PACKAGE}>=1.9,<2'."
         ) from error
     cached = _kept_at()
     if cached is not None:

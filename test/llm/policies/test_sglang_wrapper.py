@@ -277,6 +277,16 @@ def test_invalid_sampling_parameters_are_refused_at_construction(
         SGLangWrapper(fake_engine, generate_kwargs=given, generate=False)
 
 
+@pytest.mark.parametrize(
+    ("mode", "container"),
+    [("history", "ChatHistory"), ("text", "Text"), ("tokens", "Tokens")],
+)
+def test_a_missing_input_names_its_container(fake_engine, mode, container):
+    wrapper = SGLangWrapper(fake_engine, input_mode=mode)
+    with pytest.raises(ConfigurationError, match=rf"\['query'\].*{container}\(prompt"):
+        wrapper(TensorDict(query=["a"], batch_size=1))
+
+
 def test_wrong_inputs(engine, tokenizer):
     wrapper = SGLangWrapper(engine, input_mode="tokens", generate_kwargs=GREEDY)
     good = make_input("tokens", tokenizer)

@@ -279,7 +279,7 @@ class ServerProcess:
     def _start_error(self, reason: str) -> ServerStartError:
         self._failed = True
         tail = self.log_tail()
-        remedy = find_remedy(tail)
+        remedy = find_remedy(tail, self.command.line)
         return ServerStartError(
             f"The {self.name} {reason} {remedy}{' ' if remedy else ''}Its log is kept "
             f"as {self.log_path}. The end of its log:\n{tail}"

@@ -328,7 +328,7 @@ def connect(address: str | None = None, **options: Any) -> Any:
         import ray
     except ImportError as error:
         raise ConfigurationError(
-            "Ray is not installed here; pip install torchrl-sglang[ray]."
+            "Ray is not installed here: pip install 'ray>=2.50'."
         ) from error
     if not ray.is_initialized():
         _init(ray, address, options)

@@ -49,6 +49,7 @@ from torchrl_sglang.backends.launch.vllm_arguments import (
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.checks import nearest, to_python
 from torchrl_sglang.support.log import torchrl_logger
+from torchrl_sglang.support.passwords import hide_passwords
 from torchrl_sglang.support.urls import interface_of, is_loopback, url_of
 from torchrl_sglang.types import WeightLoader
 
@@ -196,9 +197,22 @@ def _check_modes(
         )
 
 
+_ADDRESS = re.compile(r"https?://|[\w.-]+:\d+$")
+"""Address of a server, where a hub name has no colon."""
+
+
 def check_local_model(model: str | os.PathLike[str]) -> None:
     """Raises an error for a missing folder; a hub name is "owner/name"."""
+    if not model or not isinstance(model, (str, os.PathLike)):
+        raise ConfigurationError(
+            f"model must be a folder or a hub name, got {model!r:.100}."
+        )
     text = os.fspath(model)
+    if _ADDRESS.match(text):
+        raise ConfigurationError(
+            f"{hide_passwords(text)!r} is an address, not a model. A running server is "
+            f"given as AsyncSGLang.connect(ADDRESS), or as engine=... of GRPO."
+        )
     looks_local = text.startswith((".", "/", "~")) or text.count("/") > 1
     if looks_local and not Path(text).is_dir():
         raise ConfigurationError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import pairwise
 
 _PHASES = (
     # The latest phase in the log is the current phase.
@@ -33,6 +35,12 @@ _MEMORY = (
 )
 """SGLang's message about memory -> helpful argument."""
 
+_NO_MODEL = re.compile(
+    r"couldn't connect to 'https?://|not a valid model identifier|a gated repo|"
+    r"not appear to have a file named config\.json|Unrecognized model in"
+)
+"""Messages of transformers about a model that it cannot read."""
+
 
 def find_phase(log: str) -> str:
     """Returns the phase of a server's start."""
@@ -41,12 +49,21 @@ def find_phase(log: str) -> str:
     return phase if place >= 0 else "importing SGLang"
 
 
-def find_remedy(log: str) -> str:
-    """Returns a sentence with a remedy for a failed start; empty: unknown."""
+def find_remedy(log: str, line: Sequence[str] = ()) -> str:
+    """Returns a sentence with a remedy for a failed start; empty: unknown.
+
+    ``line`` is the command line, which has the model.
+    """
     for pattern, remedy in _MEMORY:
         if match := re.search(pattern, log):
             return (
                 f"Memory is short: end other programs, or start the server with "
                 f"{remedy.format(*match.groups())}."
             )
+    if _NO_MODEL.search(log):
+        given = dict(pairwise(line)).get("--model-path", "")
+        return (
+            f"The model {given!r} cannot be read: give a folder with config.json, or "
+            f"a name on the hub, which needs a network, and HF_TOKEN if it is gated."
+        )
     return ""

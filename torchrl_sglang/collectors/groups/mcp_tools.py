@@ -81,7 +81,7 @@ class McpServer:
         except ImportError as error:
             raise ConfigurationError(
                 "Tools of MCP servers need its package from version 2 on: pip install "
-                "'torchrl-sglang[mcp]'."
+                "'mcp>=2,<3'."
             ) from error
         async with AsyncExitStack() as stack:
             if self.url is not None:

@@ -220,6 +220,21 @@ def test_a_start_without_memory_says_what_to_give(log, remedy):
     assert find_remedy("ValueError: other") == ""
 
 
+@pytest.mark.parametrize(
+    "log",
+    [
+        "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
+        "OSError: a is not a local folder and is not a valid model identifier listed",
+        "OSError: You are trying to access a gated repo.",
+        "OSError: /a does not appear to have a file named config.json.",
+        "ValueError: Unrecognized model in /a. Should have a `model_type` key",
+    ],
+)
+def test_a_start_without_a_model_names_it(log):
+    remedy = find_remedy(log, ["python", "--model-path", "tiny-mdel", "--port", "1"])
+    assert "'tiny-mdel' cannot be read: give a folder" in remedy
+
+
 def test_all_start_or_none(make_launcher, tmp_path):
     (tmp_path / "empty").mkdir()
     launcher = make_launcher({}, {"model": str(tmp_path / "empty")})
