@@ -118,7 +118,7 @@ class Generation:
                 plans[index] = plan
                 if not self._warned_of_context and plan.shortage is not None:
                     self._warned_of_context = True
-                    torchrl_logger.warning(f"{plan.shortage} This is told once.")
+                    torchrl_logger.warning(f"{plan.shortage} This is logged once.")
             except SGLangError as error:
                 if not batch.return_exceptions:
                     raise

@@ -61,9 +61,9 @@ def find_remedy(log: str, line: Sequence[str] = ()) -> str:
                 f"{remedy.format(*match.groups())}."
             )
     if _NO_MODEL.search(log):
-        given = dict(pairwise(line)).get("--model-path", "")
+        model = dict(pairwise(line)).get("--model-path", "")
         return (
-            f"The model {given!r} cannot be read: give a folder with config.json, or "
+            f"The model {model!r} cannot be read: give a folder with config.json, or "
             f"a name on the hub, which needs a network, and HF_TOKEN if it is gated."
         )
     return ""
