@@ -288,7 +288,9 @@ def _scores_of_turns(
     if len(turns) != len(rows):
         return [None] * len(turns)
     return [
-        row[-turn["count"] :] if row is not None and len(row) >= turn["count"] else None
+        row[len(row) - turn["count"] :]
+        if row is not None and len(row) >= turn["count"]
+        else None
         for turn, row in zip(turns, rows, strict=True)
     ]
 
