@@ -67,7 +67,7 @@ def why_padded(model: Any) -> str:
         return f"{type(base).__name__} is not a model of transformers"
     config, attention = base.config, base.config._attn_implementation
     other_layers = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    ropes = sorted(_rope_types(config) & _ROPES)
     # transformers passes sequence boundaries to FlashAttention and flex attention.
     bounded = attention == "flex_attention" or "flash" in str(attention)
     base_class: Any = own_class(base)
@@ -85,7 +85,13 @@ def why_padded(model: Any) -> str:
         "takes no position_ids": "position_ids" not in _arguments(base),
         f"has layers ({', '.join(other_layers) or 'with a state'}) that go on from one "
         f"sequence into the next": other_layers or getattr(base, "_is_stateful", False),
-        f"has positions by rope_type={rope!r}, of the length of a row": rope in _ROPES,
+        "counts positions from its padding token's id": any(
+            name.endswith("position_embeddings")
+            and getattr(module, "padding_idx", None) is not None
+            for name, module in base.named_modules()
+        ),
+        f"has positions by rope_type={next(iter(ropes), None)!r}, of the length of a "
+        f"row": ropes,
         f"computes attention by {attention!r}, which needs a mask": not bounded
         and attention not in ("sdpa", PACKED),
         "does not take another attention than its own": not (bounded or replaceable),
@@ -97,15 +103,29 @@ def why_padded(model: Any) -> str:
     return next((f"{type(base).__name__} {reason}" for reason in failures), "")
 
 
+def _rope_types(config: Any) -> set[Any]:
+    """Returns the kinds of rotary positions, which kinds of layers may have apart."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {ropes.get("rope_type") for ropes in (parameters, *nested)}
+
+
 def prepare_packing(model: Any, packing: Packing, reason: str = "") -> str:
     """Makes a model read several sequences in one row, if it can and should.
 
     A model whose attention is PyTorch's ``sdpa`` gets an attention for each sequence of
     a row alone; for other rows it is ``sdpa``. Returns the reason against it, or the
     given one; "" if the model packs. Raises :class:`.ConfigurationError` if
-    ``packing`` is invalid, or True and the model cannot.
+    ``packing`` is invalid, or True and the model cannot, or the model is configured for
+    a load-balancing loss, which is in none of the losses.
     """
     check_packing("packing", packing)
+    if getattr(getattr(_base(model), "config", None), "output_router_logits", False):
+        raise ConfigurationError(
+            f"{type(_base(model)).__name__} has output_router_logits=True, for a "
+            f"load-balancing loss, which is not added to the losses here; set "
+            f"model.config.output_router_logits = False."
+        )
     if packing is False:
         return "packing=False"
     reason = reason or why_padded(model)
@@ -131,10 +151,20 @@ def can_share(model: Any) -> bool:
 
     With dropout, what is shared would have one draw for all of them.
     """
-    base = _base(model)
-    dropouts = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
-    dropouts.append(getattr(base.config, "attention_dropout", None) or 0.0)
-    return base.config._attn_implementation == PACKED and not any(dropouts)
+    packs = _base(model).config._attn_implementation == PACKED
+    return packs and not any(
+        getattr(module, name) for module in model.modules() for name in dropouts(module)
+    )
+
+
+def dropouts(module: torch.nn.Module) -> list[str]:
+    """Returns the names of a module's dropout probabilities.
+
+    Layers of transformers have probabilities of their own beside PyTorch's modules.
+    """
+    kinds = ("attention_dropout", "activation_dropout", "hidden_dropout", "dropout")
+    named = [n for n in kinds if isinstance(getattr(module, n, None), float)]
+    return ["p", *named] if isinstance(module, torch.nn.Dropout) else named
 
 
 def packed_terms(

@@ -37,14 +37,15 @@ class TokenTree:
 
 
 def node_values(tokens: Tensor, experts: Tensor | None) -> Tensor:
-    """Returns ids ``(tokens, n)`` of tokens ``(tokens,)``, with their experts.
+    """Returns integers ``(tokens, n)`` that equal tokens ``(tokens,)`` have in common.
 
-    A token with other ``experts`` ``(tokens, layers, chosen)`` has other states.
+    A token with other ``experts`` ``(tokens, layers, chosen)`` has other states. There
+    are hundreds of experts for a token, hence the small integers.
     """
-    values = tokens.unsqueeze(-1)
+    values = tokens.long().unsqueeze(-1)
     if experts is None:
         return values
-    return torch.cat([values, experts.to(values).flatten(1)], -1)
+    return torch.cat([values.view(torch.int16), experts.flatten(1).short()], -1)
 
 
 def plan_tree(values: Tensor, lengths: Tensor) -> TokenTree:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,7 @@ from torchrl_sglang.trainers.clipping import clip_gradients
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import ScheduleStart, check_steps_alone
 from torchrl_sglang.trainers.passes import (
+    count_computed,
     count_tokens,
     cut_by_tokens,
     needs_no_pass,
@@ -388,10 +389,13 @@ class Learner:
             raise ConfigurationError(NOT_SCORED)
 
     def _check_columns(self, rows: TensorDictBase) -> None:
-        """Refuses wrong rows of any rank before other ranks wait in a pass."""
-        if self.ranks.size == 1:
-            return
+        """Refuses wrong rows of any rank before other ranks wait in a pass.
+
+        Experts of another number of tokens are refused before trees are planned.
+        """
         reads, replays = hasattr(self.loss, "sampling_of"), replay_of(self.model)
+        if self.ranks.size == 1 and replays is None:
+            return
         for row in rows.unbind(0):
             sampled = reads and any(key in row.keys() for key in SAMPLING_KEYS)
             if not (sampled or replays):
@@ -450,11 +454,10 @@ class Learner:
         # A loss of the user's may raise on one rank alone.
         ranks = self._ranks_in_step
         rows = ranks.together(lambda: self._corrected(minibatch))
-        passes = [
-            LazyStackedTensorDict(*(rows[index] for index in part))
-            for part in self._cut_by_tokens(rows, packed=self._packs)
-        ]
-        ratio = self._tree_ratio(rows, passes)
+        order = ranks.together(lambda: self._sort(rows)) if self._as_trees else []
+        parts = self._cut_by_tokens(rows, packed=self._packs, order=order)
+        passes = [LazyStackedTensorDict(*(rows[i] for i in part)) for part in parts]
+        ratio = self._tree_ratio(rows, order, parts)
         output = ranks.together(lambda: self._accumulate(passes))
         losses = [getattr(output, f"loss_{name}", None) for name in LOSSES]
         total = sum(loss.sum().item() for loss in losses if loss is not None)
@@ -488,14 +491,21 @@ class Learner:
         with self._autocast(), correcting:
             return self.loss.accumulate(passes, process_group=self.ranks.group)
 
-    def _cut_by_tokens(self, rows: TensorDictBase, *, packed: bool) -> list[list[int]]:
+    def _cut_by_tokens(
+        self,
+        rows: TensorDictBase,
+        *,
+        packed: bool,
+        order: Sequence[tuple[int, int]] = (),
+    ) -> list[list[int]]:
         """Returns the rows of each pass, as many passes on each rank.
 
         Passes of a sharded model take all ranks, which wait for the longest one.
+        ``order`` is the result of :meth:`_sort`, if it is known.
         """
         lengths, limit = [len(row[TOKENS]) for row in rows.unbind(0)], self._max_tokens
         if packed and self._as_trees:
-            cut = partial(cut_tree, self._sort(rows), lengths, limit)
+            cut = partial(cut_tree, order or self._sort(rows), lengths, limit)
         else:
             cut = partial(cut_by_tokens, lengths, limit, packed=packed)
         parts = cut()
@@ -516,7 +526,10 @@ class Learner:
         self._as_trees = self.loss.trees = total >= TREES_PAY * distinct
 
     def _tree_ratio(
-        self, rows: TensorDictBase, passes: list[TensorDictBase]
+        self,
+        rows: TensorDictBase,
+        order: Sequence[tuple[int, int]],
+        parts: Sequence[Sequence[int]],
     ) -> dict[str, float]:
         """Returns the tokens of passes over those that are computed, on all ranks.
 
@@ -524,11 +537,9 @@ class Learner:
         """
         if not self._as_trees:
             return {}
-        counts = self._ranks_in_step.together(
-            lambda: [count_tokens(part, self._sort(part)) for part in (rows, *passes)]
-        )
-        (_, distinct), *of_passes = counts
-        total, computed = map(sum, zip(*of_passes, strict=True))
+        total, distinct = count_tokens(rows, order)
+        lengths = [len(row[TOKENS]) for row in rows.unbind(0)]
+        computed = count_computed(order, lengths, parts)
         if computed > 1.1 * distinct and not self._has_told:
             self._has_told = True
             torchrl_logger.info(

@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.objectives.packing import dropouts
 from torchrl_sglang.support.checks import check_count, check_keywords
 from torchrl_sglang.trainers.ranks import TrainerRanks
 
@@ -163,12 +164,8 @@ def _add_adapter(model: Any, lora: Mapping[str, Any]) -> Any:
 def _drop_nothing(model: nn.Module) -> None:
     """Switches dropout off, which would make other log-probs in training mode."""
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "activation_dropout", "dropout"):
-            # Layers of transformers have shares of their own, too.
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
+        for name in dropouts(module):
+            setattr(module, name, 0.0)
 
 
 def shard(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -113,6 +114,31 @@ def count_tokens(
     """Returns the tokens of rows, and the distinct ones by :func:`sort_rows`."""
     lengths = [len(row[TOKENS]) for row in rows.unbind(0)]
     return sum(lengths), sum(lengths) - sum(common for _, common in order)
+
+
+def count_computed(
+    order: Sequence[tuple[int, int]],
+    lengths: Sequence[int],
+    parts: Sequence[Sequence[int]],
+) -> int:
+    """Returns the tokens that passes compute, each pass its distinct ones. Pure.
+
+    Args:
+        order: of :func:`.sorted_rows`.
+        lengths: of the sequences.
+        parts: of :func:`.cut_tree`: the sequences of each pass.
+
+    Examples:
+        >>> count_computed([(0, 0), (1, 3)], [4, 5], [[0, 1]])
+        6
+        >>> count_computed([(0, 0), (1, 3)], [4, 5], [[0], [1]])
+        9
+    """
+    pass_of = {index: number for number, part in enumerate(parts) for index in part}
+    passes = [pass_of[index] for index, _ in order]
+    neighbours = zip(order[1:], pairwise(passes), strict=True)
+    shared = sum(common for (_, common), pair in neighbours if pair[0] == pair[1])
+    return sum(lengths) - shared
 
 
 def needs_no_pass(loss: Any, correct: OffPolicyCorrection | None) -> bool:

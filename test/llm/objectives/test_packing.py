@@ -79,6 +79,24 @@ PADDING = {
         {**GROUPED, "num_local_experts": 2, "num_experts_per_tok": 2},
     ),
     "attention to later tokens": ("Bert", {}),
+    "positions from its padding token's id": (
+        "Camembert",
+        {"is_decoder": True, "max_position_embeddings": 64},
+    ),
+    "rope_type='dynamic'": (
+        "Gemma3Text",
+        {
+            **GROUPED,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "dynamic",
+                    "rope_theta": 1e4,
+                    "factor": 4.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
     "another attention than its own": ("Falcon", {}),
     "not tell its attention where sequences begin": ("StableLm", {}),
 }
@@ -171,6 +189,16 @@ def test_a_model_that_does_not_say_where_sequences_begin():
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     with pytest.raises(ConfigurationError, match="give packing=False"):
         packed_attention(torch.nn.Identity(), q, q, q, mask)
+
+
+@pytest.mark.parametrize("packing", ["auto", "tree", False])
+def test_a_load_balancing_loss_is_refused(packing):
+    """It would be in no gradient, and a packed pass has no mask for it."""
+    model = make_model(
+        "Qwen3Moe", {**PACKING["Qwen3Moe"], "output_router_logits": True}
+    )
+    with pytest.raises(ConfigurationError, match="set model.config.output_router_log"):
+        prepare_packing(model, packing)
 
 
 def test_a_sequence_that_is_too_long(sequences):

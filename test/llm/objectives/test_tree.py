@@ -26,12 +26,14 @@ from torchrl_sglang import (
     replay_routing,
 )
 from torchrl_sglang.errors import ConfigurationError
-from torchrl_sglang.objectives.packing import packed_terms, prepare_packing
+from torchrl_sglang.objectives.packing import can_share, packed_terms, prepare_packing
 from torchrl_sglang.objectives.tree import (
     cut_tree,
+    node_values,
     plan_tree,
     sorted_rows,
 )
+from torchrl_sglang.trainers.passes import count_computed
 
 SEQUENCES = [
     [3, 4, 5, 6, 7, 8, 9, 10],
@@ -97,6 +99,8 @@ def test_a_group_of_a_cut_has_no_more_distinct_tokens_than_the_limit(seed):
         for group in groups:
             size = len(prefixes([rows[index] for index in group]))
             assert size <= limit or len(group) == 1
+        computed = sum(len(prefixes([rows[i] for i in group])) for group in groups)
+        assert count_computed(order, lengths, groups) == computed
     assert len(groups) == 1
     for least in range(1, len(rows) + 3):
         groups = cut_tree(order, lengths, 1000, least=least)
@@ -262,6 +266,27 @@ def test_tokens_with_other_experts_are_other_nodes():
     assert (found - torch.stack(alone)).abs().max() < 1e-5
     assert (alone[0][:3] - alone[2][:3]).abs().max() > 1e-3
     assert seen == [4 + 1 + 3]
+
+
+def test_hundreds_of_experts_of_a_token_take_little_memory():
+    """Three kilobytes a token took seconds in each step, and gigabytes."""
+    tokens = torch.tensor([5, 5, 5, -6])
+    experts = torch.zeros(4, 48, 8, dtype=torch.int8)
+    experts[1, 47, 7] = -1
+    values = node_values(tokens, experts)
+    assert values.nbytes == 4 * (8 + 2 * 48 * 8)
+    same = (values[0] == values).all(-1)
+    assert same.tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
+def test_a_dropout_of_layers_is_seen(name):
+    """Layers of OPT call the function, and have no module of dropout."""
+    none = {"dropout": 0.0, "attention_dropout": 0.0}
+    for rate in (0.0, 0.1):
+        model = make_model("OPT", {**PACKING["OPT"], **none, name: rate})
+        prepare_packing(model, "auto")
+        assert can_share(model) is not bool(rate)
 
 
 def test_models_that_cannot():

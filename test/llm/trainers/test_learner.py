@@ -15,6 +15,7 @@ from helpers.learner_batches import make_batch
 from helpers.log_probs import score
 from helpers.slow import diagonal
 from helpers.torchrun import run_ranks
+from llm.objectives.test_packing import PACKING, make_model
 from tensordict import lazy_stack
 from torch.optim import lr_scheduler as lrs
 from torchrl.objectives.llm import GRPOLoss
@@ -27,6 +28,7 @@ from torchrl_sglang import (
     Distillation,
     Learner,
     RolloutCorrectionConfig,
+    replay_routing,
 )
 from torchrl_sglang.errors import ConfigurationError, NotFiniteError
 from torchrl_sglang.objectives.transform import OffPolicyCorrection
@@ -345,6 +347,21 @@ def test_rows_with_a_common_prefix_are_in_one_minibatch(make_learner, limit, cap
         assert "Trees are cut" not in caplog.text
 
 
+def test_experts_of_another_number_of_tokens_are_refused(tokenizer):
+    model = make_model("Qwen3Moe", PACKING["Qwen3Moe"])
+    loss = CorrectedGRPOLoss(scorer(model, tokenizer), clip_epsilon=0.2, packing="tree")
+    learner = Learner(loss, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = make_groups()
+    for row in batch.unbind(0):
+        experts = torch.zeros(len(row["tokens", "full"]) - 1, 2, 2, dtype=torch.int8)
+        row["routed_experts"] = {"full": experts}
+    with (
+        replay_routing(model),
+        pytest.raises(ConfigurationError, match="experts of 20 tokens for a sequence"),
+    ):
+        learner.train(batch, 0)
+
+
 @pytest.mark.parametrize("kind", ["plain", "reference", "steps", "dropout"])
 def test_prefixes_are_shared_where_that_pays(make_learner, kind, tiny_model_path):
     """Unless a batch takes several steps, or each response has its own dropout."""
@@ -359,7 +376,9 @@ def test_prefixes_are_shared_where_that_pays(make_learner, kind, tiny_model_path
             optimizer=torch.optim.SGD, lr=10.0, clip_grad_norm=None, loss=loss, **given
         )
         if kind == "dropout":
-            learner.model.config.attention_dropout = 0.1
+            for module in learner.model.modules():
+                if hasattr(module, "attention_dropout"):
+                    module.attention_dropout = 0.1
             learner = Learner(learner.loss, learner.optimizer)
         before = weights(learner)
         torch.manual_seed(0)
