@@ -95,6 +95,10 @@ def why_padded(model: Any) -> str:
         f"computes attention by {attention!r}, which needs a mask": not bounded
         and attention not in ("sdpa", PACKED),
         "does not take another attention than its own": not (bounded or replaceable),
+        "does not tell its attention the size of its window": bool(
+            getattr(config, "sliding_window", None)
+        )
+        and not all(_has_window(module) for module in classes),
         "does not tell its attention where sequences begin": not all(
             _hands_on(layer) for layer in classes if layer.__name__ in layer_names
         ),
@@ -318,6 +322,16 @@ def _hands_on(layer: type) -> bool:
         and isinstance(call.func, ast.Attribute)
         and ast.unparse(call.func) in ("self.self_attn", "self.attention", "self.attn")
     )
+
+
+@cache
+def _has_window(layer: type) -> bool:
+    """Returns whether a layer passes the size of its window to its attention."""
+    try:
+        source = inspect.getsource(layer.forward)  # type: ignore[attr-defined]
+    except (AttributeError, OSError, TypeError):
+        return True
+    return "attention_interface(" not in source or "sliding_window" in source
 
 
 def _arguments(base: Any) -> Any:

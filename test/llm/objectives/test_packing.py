@@ -98,6 +98,10 @@ PADDING = {
         },
     ),
     "another attention than its own": ("Falcon", {}),
+    "not tell its attention the size of its window": (
+        "Phimoe",
+        {**GROUPED, "num_local_experts": 2, "sliding_window": 4},
+    ),
     "not tell its attention where sequences begin": ("StableLm", {}),
 }
 
