@@ -98,15 +98,16 @@ def run_example(model_folder, chat_tokenizer, tmp_path, monkeypatch):
             generate_kwargs=arguments["generate_kwargs"],
             return_log_probs=True,
         )
-        collector = AsyncLLMCollector(
-            policy=policy,
-            total_groups=2,
-            max_in_flight=1,
-            recorder=RunRecorder(f"{arguments['output']}/record"),
-            **shared,
-        )
-        (batch,) = collector
-        collector.shutdown()
+        with RunRecorder(f"{arguments['output']}/record") as recorder:
+            collector = AsyncLLMCollector(
+                policy=policy,
+                total_groups=2,
+                max_in_flight=1,
+                recorder=recorder,
+                **shared,
+            )
+            (batch,) = collector
+            collector.shutdown()
         return batch
 
     return run
