@@ -208,7 +208,7 @@ def check_local_model(model: str | os.PathLike[str]) -> None:
             f"model must be a folder or a hub name, got {model!r:.100}."
         )
     text = os.fspath(model)
-    if _ADDRESS.match(text):
+    if _ADDRESS.match(text) and not Path(text).is_dir():
         raise ConfigurationError(
             f"{hide_passwords(text)!r} is an address, not a model. A running server is "
             f"given as AsyncSGLang.connect(ADDRESS), or as engine=... of GRPO."

@@ -223,7 +223,7 @@ def test_a_start_without_memory_says_what_to_give(log, remedy):
 @pytest.mark.parametrize(
     "log",
     [
-        "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
+        "OSError: We couldn't connect to 'https://hub' to load the files",
         "OSError: a is not a local folder and is not a valid model identifier listed",
         "OSError: You are trying to access a gated repo.",
         "OSError: /a does not appear to have a file named config.json.",

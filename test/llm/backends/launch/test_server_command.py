@@ -14,6 +14,7 @@ from torchrl_sglang.backends.launch import cpu
 from torchrl_sglang.backends.launch.server_command import (
     OF_THE_ENGINE,
     ServerFlag,
+    check_local_model,
     check_names,
     find_flags,
     make_server_command,
@@ -343,3 +344,11 @@ def test_servers_that_shall_sleep_need_the_package_for_it(tiny_model_path, tmp_p
 def test_numpy_values_of_arguments(tiny_model_path):
     flags = to_flags({"tp_size": np.int64(2), "cuda_graph_bs": [np.int32(1), 2]}, {})
     assert flags == ["--tp-size", "2", "--cuda-graph-bs", "1", "2"]
+
+
+def test_a_folder_with_a_colon_is_a_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="'step:100' is an address"):
+        check_local_model("step:100")
+    (tmp_path / "step:100").mkdir()
+    check_local_model("step:100")
