@@ -3,9 +3,11 @@
 Groups of responses share a prompt, whose length makes the ratio of all tokens to the
 distinct ones. The limit is a packed step of the distinct tokens alone: each prompt with
 one of its responses, the other responses without it, so that their attention to it is
-missing. Memory is that beyond weights, gradients and optimizer. All steps have passes
-of at most as many tokens, or one pass for all, and are measured in turn. Recorded rows
-are those of a file of ``gateway.to_dataset().to_json(path)``, without that limit.
+missing. A tree has that attention, too: what PyTorch's kernel takes for it alone is
+*attention s*, and the ideal is the limit and that. Memory is that beyond weights,
+gradients and optimizer. All steps have passes of at most as many tokens, or
+one pass for all, and are measured in turn. Recorded rows are those of a file of
+``gateway.to_dataset().to_json(path)``, without that limit.
 
     python benchmarks/tree.py 0.5b
     python benchmarks/tree.py 0.5b --groups 16 --max-tokens-per-pass 65536
@@ -21,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from tensordict import TensorDictBase
 
 from script import print_row, read_options
 from torchrl_sglang import CorrectedGRPOLoss, Learner, dataset_to_batch
-from torchrl_sglang.objectives.packing import Packing
+from torchrl_sglang.cli.bench.timing import median_seconds
+from torchrl_sglang.objectives.attention import _kernel
+from torchrl_sglang.objectives.packing import Packing, attention_bounds
 from torchrl_sglang.testing.tiny_model import make_tiny_tokenizer
 from torchrl_sglang.trainers.models import scorer
 from torchrl_sglang.trainers.optimizers import optimizer_of
@@ -65,6 +68,8 @@ def make_work(model: Any, ratio: float, arguments: Any) -> Work:
 
 def read_recorded(path: str, model: Any, arguments: Any) -> tuple[Work, TensorDictBase]:
     """Returns recorded rows, and their batch with random advantages."""
+    from datasets import Dataset
+
     # Dataset.from_json() writes into the user's home.
     lines = Path(path).read_text().splitlines()
     batch = dataset_to_batch(Dataset.from_list([json.loads(line) for line in lines]))
@@ -81,6 +86,55 @@ def read_recorded(path: str, model: Any, arguments: Any) -> tuple[Work, TensorDi
         ranks=TrainerRanks(),
     )
     return work, batch
+
+
+def kernel_seconds(config: Any, lengths: list[int], paths: list[int]) -> float:
+    """Returns the seconds of attention in a step that checkpoints activations.
+
+    Args:
+        config: of the model.
+        lengths: of the queries of each segment.
+        paths: of its keys, the last of which are the queries' own.
+    """
+    heads = config.num_attention_heads
+    size = config.hidden_size // heads
+    counts = (heads, sum(lengths)), (config.num_key_value_heads, sum(paths))
+    query, key, value = (
+        torch.randn(tokens, width, size, dtype=torch.bfloat16, device="cuda")
+        for width, tokens in (*counts, counts[1])
+    )
+    inputs = [each.requires_grad_() for each in (query, key, value)]
+    places = [
+        attention_bounds(kind, torch.tensor(each, device="cuda"))
+        for kind, each in (("q", lengths), ("k", paths))
+    ]
+    bounds = [next(iter(place.values())) for place in places]
+    longest = [max(lengths), max(paths)]
+    kernel = _kernel()
+    assert kernel is not None
+    gradient = torch.randn_like(query)
+
+    def forward() -> torch.Tensor:
+        return kernel(*inputs, *bounds, *longest, scale=None, window=-1)
+
+    def layer() -> None:
+        with torch.no_grad():
+            forward()
+        torch.autograd.grad(forward(), inputs, gradient)
+        torch.cuda.synchronize()
+
+    return config.num_hidden_layers * median_seconds(layer, 5)
+
+
+def skipped_attention(work: Work) -> float:
+    """Returns the seconds of attention to prompts that the limit leaves out."""
+    group, prompt = work.group_size, work.prompt
+    first = [number % group == 0 for number in range(len(work.rows))]
+    paths = [len(row) for row in work.rows]
+    nodes = [n if has else n - prompt for n, has in zip(paths, first, strict=True)]
+    config = work.model.config
+    alone = kernel_seconds(config, nodes, nodes)
+    return max(kernel_seconds(config, nodes, paths) - alone, 0.0)
 
 
 def make_steps(
@@ -120,6 +174,9 @@ def compare(
     packed, tree, *limit = (found[name][0] for name in steps)
     shares = [value / tree for value in limit]
     count = sum(map(len, work.rows))
+    if limit and fixed:
+        more = skipped_attention(work)
+        shares += [more, (limit[0] + more) / tree]
     print_row(f"{ratio:.2f}", count, packed, tree, packed / tree, *limit, *shares)
     if fixed:
         packed, tree, *limit = ((found[name][1] - fixed) / 1e9 for name in steps)
@@ -144,7 +201,8 @@ def main() -> None:
     torch.manual_seed(0)
     model = make_trained_model(arguments.model, arguments.device)
     optimizer = optimizer_of(None, 1e-9)(model.parameters())
-    print_row("ratio", "tokens", "packed s", "tree s", "faster", "limit s", "of limit")
+    names = ["packed s", "tree s", "faster", "limit s", "of limit"]
+    print_row("ratio", "tokens", *names, "attention s", "of ideal", width=11)
     if arguments.recorded:
         work, batch = read_recorded(arguments.recorded, model, arguments)
         recorded: dict[str, tuple[Packing, Any]] = {

@@ -61,15 +61,17 @@ async def run_client(
         return time.perf_counter() - begun
 
 
-def measure(url: str, route: str, arguments: Any) -> float:
+def serve_jobs() -> None:
+    """Runs the client for each line of the standard input; prints its seconds."""
+    for line in sys.stdin:
+        print(asyncio.run(run_client(*json.loads(line))), flush=True)
+
+
+def measure(client: Any, url: str, route: str, arguments: Any) -> float:
     """Returns the requests per second of a client in another process."""
     job = [url, route, arguments.requests, arguments.at_once, arguments.new_tokens]
-    done = subprocess.run(
-        [sys.executable, __file__, CLIENT, json.dumps(job)],
-        stdout=subprocess.PIPE,
-        check=True,
-    )
-    return arguments.requests / float(done.stdout)
+    print(json.dumps(job), file=client.stdin, flush=True)
+    return arguments.requests / float(client.stdout.readline())
 
 
 def main() -> None:
@@ -88,20 +90,28 @@ def main() -> None:
         Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
         # As in the process of `serve`.
         old_objects_frozen(),
+        subprocess.Popen(
+            [sys.executable, __file__, CLIENT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as client,
     ):
         print_row("requests/s", "SGLang", "vLLM's", "ratio", "ms processor")
         for number in range(arguments.repeats + 1):
-            own = measure(engine.server_url, "/generate", arguments)
+            own = measure(client, engine.server_url, "/generate", arguments)
             before = time.process_time()
-            api = measure(gateway.url, "/inference/v1/generate", arguments)
+            api = measure(client, gateway.url, "/inference/v1/generate", arguments)
             spent = 1e3 * (time.process_time() - before) / arguments.requests
             print_row("warm-up" if not number else "", own, api, api / own, spent)
             ratios.append(api / own)
+        assert client.stdin is not None
+        client.stdin.close()
     print_row("median ratio", statistics.median(ratios[1:]))
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CLIENT]:
-        print(asyncio.run(run_client(*json.loads(sys.argv[2]))))
+        serve_jobs()
     else:
         main()

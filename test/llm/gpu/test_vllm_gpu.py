@@ -6,6 +6,7 @@ The trainer is a process with SGLang's copies of vLLM's ``StatelessProcessGroup`
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -65,7 +66,9 @@ def test_weights_over_nccl(gpu_model_path, ranks):
         Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
     ):
         command = [sys.executable, "-c", TRAINER, gateway.url]
-        subprocess.run(command, check=True, timeout=300)
+        # The program imports the helpers of this folder, too.
+        known = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run(command, check=True, timeout=300, env=known)
         model = new_model(4)
         assert engine.weight_version == "2"
         assert difference(engine, model) < TOLERANCE
