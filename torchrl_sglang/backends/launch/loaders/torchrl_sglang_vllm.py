@@ -159,7 +159,8 @@ def _join(model: Any, state: Any, order: Any, content: torch.Tensor) -> None:
             size,
             is_master=False,
             timeout=datetime.timedelta(seconds=seconds),
-            wait_for_workers=False,
+            # The trainer waits until all ranks are counted; a rank itself does not.
+            wait_for_workers=True,
         )
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -19,9 +19,8 @@ class Group:
             info[name] for name in ("master_address", "master_port", "world_size")
         )
         timeout = datetime.timedelta(seconds=SECONDS)
-        self.store = dist.TCPStore(
-            address, port, size, True, timeout, wait_for_workers=False
-        )
+        # As in StatelessProcessGroup, which waits here until all ranks are counted.
+        self.store = dist.TCPStore(address, port, size, True, timeout, use_libuv=False)
         self.group: Any = self
         self.socket = None
         self._gloo = dist.ProcessGroupGloo(self.store, 0, size, timeout)
