@@ -31,8 +31,8 @@ from torchrl_sglang.testing.faults import FaultyProxy
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(50, 90))]
-LENGTH = 500
-"""Tokens of a response: it takes seconds, an update less than one."""
+LENGTH = 200
+"""Tokens of a response: an update pauses it within some 25."""
 
 
 @pytest.fixture
