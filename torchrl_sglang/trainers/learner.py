@@ -64,7 +64,7 @@ from torchrl_sglang.trainers.passes import (
 from torchrl_sglang.trainers.rank_scores import RankScores
 from torchrl_sglang.trainers.ranks import TrainerRanks
 from torchrl_sglang.trainers.report import describe_rows
-from torchrl_sglang.trainers.teacher import Teacher
+from torchrl_sglang.trainers.teacher import LOG_PROBS, Teacher
 
 TRAINING_KEYS = (
     "tokens",
@@ -79,7 +79,6 @@ TRAINING_KEYS = (
 )
 """Columns of a batch that training reads beside the prompts, where it has them."""
 
-LOG_PROBS = ("log_probs", "full")
 TRAIN_LOG_PROBS = "train_log_probs"
 REF_LOG_PROBS = ("next", "ref_log_probs")
 

@@ -42,11 +42,16 @@ from torchrl_sglang.support.checks import check_seconds
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import Completion
 
+LOG_PROBS = ("log_probs", "full")
+
 SCORE_SECONDS = 1800.0
 """Timeout of a batch's scores."""
 
 OUTAGE_SECONDS = 600.0
 """After this long without any score, a teacher's servers are given up."""
+
+RESERVED_TOKENS = 8
+"""SGLang's scheduler keeps up to as many places of a context free of prompts."""
 
 SHOWN_TOKENS = 3
 """Tokens of another vocabulary in an error."""
@@ -59,6 +64,10 @@ class Teacher:
     prefix cache where rows share it. A row whose tokens another row begins with, as an
     earlier turn of its conversation, has no request of its own. Log-probs are the
     model's own, at temperature 1.
+
+    A server takes prompts that are a few tokens shorter than its context. A row that
+    exceeds them by at most 8 tokens is scored up to there, and its last tokens leave
+    the loss.
 
     Args:
         engine (RLSGLangEngine): serves the teacher; it has the student's token ids. Or
@@ -131,6 +140,7 @@ class Teacher:
                 tokenizer, chat_template, template_kwargs=chat_template_kwargs
             )
         self._timeout = check_seconds("timeout", timeout)
+        self._has_left_out = False
 
     def check_tokens(self, tokenizer: Any) -> None:
         """Refuses a student with other token ids.
@@ -188,13 +198,34 @@ class Teacher:
             length = int((places < length).sum())
             token_ids = [*prompt, *token_ids[length:]]
             begin = max(begin, length) + len(prompt) - length
+        places = places[end - (len(token_ids) - begin) :]
+        excess = len(token_ids) - self.engines[name].capabilities.longest_prompt
+        if 0 < excess <= min(RESERVED_TOKENS, len(places)):
+            self._leave_out(row, places[-excess:])
+            token_ids, places = token_ids[:-excess], places[:-excess]
         return _Sequence(
             teacher=name,
             token_ids=token_ids,
             begin=begin,
-            places=places[end - (len(token_ids) - begin) :],
+            places=places,
             num_tokens=len(tokens),
         )
+
+    def _leave_out(self, row: TensorDictBase, places: Tensor) -> None:
+        """Takes tokens that the servers cannot score out of a row's loss."""
+        # Losses skip tokens without log-probs, with any masking strategy.
+        for key, nothing in ((ASSISTANT_MASK, False), (LOG_PROBS, nan)):
+            column = row.get(key, None)
+            if column is not None:
+                row.set(key, column.index_fill(0, places.to(column.device), nothing))
+        if not self._has_left_out:
+            self._has_left_out = True
+            torchrl_logger.warning(
+                f"A row fills the teacher's context: its last {len(places)} token(s) "
+                f"have no scores, and leave the loss. Such rows are cut in the same "
+                f"way from here on; a larger context_length of the teacher's servers, "
+                f"or a smaller max_new_tokens, avoids it."
+            )
 
     def _encode_prompt(self, row: TensorDictBase) -> list[int]:
         """Returns the tokens of the teacher's own prompt."""

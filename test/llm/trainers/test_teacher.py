@@ -143,6 +143,35 @@ def test_a_teachers_columns_equal_hugging_faces(batch, teacher_engine, teacher_m
         assert (columns["top_log_probs"][begin:] - top.values).abs().max() < 1e-4
 
 
+def test_rows_that_fill_the_context_lose_their_last_tokens(
+    batch, teacher_engine, hf_model, tokenizer, monkeypatch, caplog
+):
+    settings = Distillation(k=8)
+    whole = Teacher(teacher_engine, settings)(batch)
+    lengths = [len(row["tokens", "full"]) for row in batch.unbind(0)]
+    longest = max(lengths)
+    kind = type(teacher_engine.capabilities)
+    monkeypatch.setattr(kind, "longest_prompt", property(lambda self: longest - 3))
+    cut = Teacher(teacher_engine, settings)(batch)
+    assert caplog.text.count("leave the loss") == 1
+    for before, row, length in zip(
+        whole.unbind(0), cut.unbind(0), lengths, strict=True
+    ):
+        end = min(length, longest - 3)
+        for name in ("log_probs", "top_ids", "top_log_probs"):
+            expected, found = before["teacher", name], row["teacher", name]
+            assert torch.allclose(expected[:end], found[:end], 1e-5, equal_nan=True)
+        assert not row["masks", "all_assistant_mask"][end:].any()
+        assert row["log_probs", "full"][end:].isnan().all()
+    # The batch itself keeps its tokens, and the rest has a finite loss.
+    assert batch[lengths.index(longest)]["masks", "all_assistant_mask"][-1]
+    assert make_loss(hf_model, tokenizer, settings)(cut).loss_distillation.isfinite()
+    # A teacher whose context is shorter by more is not the right one.
+    monkeypatch.setattr(kind, "longest_prompt", property(lambda self: longest - 9))
+    with pytest.raises(ConfigurationError, match="context_length"):
+        Teacher(teacher_engine, settings)(batch)
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_the_loss_has_the_gradient_of_the_whole_divergence(
     batch, hf_model, tokenizer, teacher_engine, teacher_model, packing
