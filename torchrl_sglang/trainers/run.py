@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import TensorDictBase
@@ -153,6 +153,18 @@ class Run:
         self._doing = (0, "update")
 
     # The parts.
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            declared = name in type(self).__annotations__ or name in Run.__annotations__
+            where = "; it is there within `with run:`, and in train()"
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+                f"{where if declared else ''}",
+                name=name,
+                obj=self,
+            )
 
     def __enter__(self) -> Self:
         """Makes the parts of the run, starting servers; they end with the block."""

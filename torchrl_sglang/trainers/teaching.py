@@ -14,6 +14,7 @@ from torch import nn
 from torchrl_sglang.backends.async_sglang import AsyncSGLang
 from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.backends.launch.gpus import visible_devices
+from torchrl_sglang.backends.launch.server_command import check_local_model
 from torchrl_sglang.collectors.groups.user_functions import check_call
 from torchrl_sglang.collectors.scheduling.prompts import to_task
 from torchrl_sglang.errors import ConfigurationError
@@ -86,7 +87,14 @@ class Teaching:
         if is_path or (isinstance(teacher, str) and "://" not in teacher):
             teacher = {"model": teacher}
         options = dict(teacher) if isinstance(teacher, Mapping) else teacher
-        model = options.pop("model", None) if isinstance(options, dict) else None
+        model = None
+        if isinstance(options, dict):
+            model = options.pop("model", None)
+            for name in ("model_name", "model_path"):
+                if name in options:
+                    raise ConfigurationError(
+                        f"teacher has {name!r}; give its model as 'model'."
+                    )
         check_engine("teacher", options)
         running = connect_arguments(options)
         if (model is None) is (running is None):
@@ -105,7 +113,9 @@ class Teaching:
                 f"no server can be started; give its folder or hub name, or an engine "
                 f"that serves it, as teacher=...."
             )
-        return {"model": check_model("teacher", model), **options}
+        model = check_model("teacher", model)
+        check_local_model(model)
+        return {"model": model, **options}
 
     def _check_prompt(self) -> None:
         prompt, arguments = self.arguments.teacher_prompt, self.arguments

@@ -365,6 +365,16 @@ def test_help_has_each_argument_with_its_default():
     assert signature.parameters["epochs"].annotation is int
 
 
+@pytest.mark.parametrize("call", ["begin", "update_weights", "batches"])
+def test_parts_of_a_run_are_there_within_its_block(call, tmp_path):
+    run = GRPO("model", prompts=PROMPTS, rewards=brief, output=tmp_path)
+    with pytest.raises(AttributeError, match=r"within `with run:`, and in train"):
+        list(getattr(run, call)() or ())
+    assert not hasattr(run, "learner")
+    with pytest.raises(AttributeError, match="'nothing'$"):
+        run.nothing  # noqa: B018
+
+
 def test_a_misspelt_name():
     with pytest.raises(ConfigurationError, match="Did you mean 'group_size'"):
         GRPO("model", group_sise=4)

@@ -605,6 +605,8 @@ def test_wrong_teachers_are_refused(engine, fake_engine, tiny_model_path, tmp_pa
         ({"teacher": "a", "teacher_prompt": str, "step": print}, "max_turns=1"),
         ({"teacher": {"num_replicas": 2}}, "either 'model'"),
         ({"teacher": 3}, "teacher must be"),
+        ({"teacher": {"model_path": "a"}}, "give its model as 'model'"),
+        ({"teacher": "/no/such/folder"}, "no model folder"),
         ({"teacher": {"model": "a", "urls": ["http://b"]}}, "either 'model'"),
         ({"teacher": "a", "distillation": {"kk": 8}}, "Did you mean 'k'"),
         (
