@@ -4,8 +4,13 @@ A client in another process sends the same prompts, many at once, to ``/generate
 the server and to ``/inference/v1/generate`` in front of it, one after the other.
 *Processor* is the time of the gateway's process for a request.
 
+Responses have different lengths, as in rollouts: from half of ``--new-tokens`` to one
+and a half. With ``--same-length``, those that begin at once also end at once, and all
+wait for the gateway, which answers one after the other.
+
     python benchmarks/vllm_api.py [tiny | 0.5b | FOLDER] [--device cuda]
-        [--requests 1024] [--at-once 256] [--new-tokens 128] [--repeats 5]
+        [--requests 1024] [--at-once 256] [--new-tokens 128] [--same-length]
+        [--repeats 5]
 """
 
 from __future__ import annotations
@@ -24,11 +29,19 @@ from script import print_row, read_options
 from torchrl_sglang.cli.bench.models import start_engine
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.vllm.dialect import VLLM
-from torchrl_sglang.support.garbage import old_objects_frozen
+from torchrl_sglang.support.garbage import collect_rarely_from_now_on
 
 CLIENT = "client"
 """The argument of the process that the client is in."""
 PROMPT_TOKENS = 64
+
+
+def lengths_of(arguments: Any) -> list[int]:
+    """Returns the new tokens of each request, in an order without neighbours."""
+    new_tokens, numbers = arguments.new_tokens, range(arguments.requests)
+    if arguments.same_length:
+        return [new_tokens for _ in numbers]
+    return [new_tokens // 2 + number * 7919 % (new_tokens + 1) for number in numbers]
 
 
 def body_of(route: str, number: int, new_tokens: int) -> dict[str, Any]:
@@ -42,22 +55,20 @@ def body_of(route: str, number: int, new_tokens: int) -> dict[str, Any]:
     return {"token_ids": ids, "sampling_params": sampling}
 
 
-async def run_client(
-    url: str, route: str, requests: int, at_once: int, new_tokens: int
-) -> float:
+async def run_client(url: str, route: str, at_once: int, lengths: list[int]) -> float:
     """Sends requests; returns the seconds until the last answer."""
     connector, turn = aiohttp.TCPConnector(limit=at_once), asyncio.Semaphore(at_once)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
 
         async def ask(number: int) -> None:
-            body = body_of(route, number, new_tokens)
+            body = body_of(route, number, lengths[number])
             async with turn, session.post(url + route, json=body) as response:
                 response.raise_for_status()
                 await response.read()
 
         begun = time.perf_counter()
-        await asyncio.gather(*map(ask, range(requests)))
+        await asyncio.gather(*map(ask, range(len(lengths))))
         return time.perf_counter() - begun
 
 
@@ -69,7 +80,7 @@ def serve_jobs() -> None:
 
 def measure(client: Any, url: str, route: str, arguments: Any) -> float:
     """Returns the requests per second of a client in another process."""
-    job = [url, route, arguments.requests, arguments.at_once, arguments.new_tokens]
+    job = [url, route, arguments.at_once, lengths_of(arguments)]
     print(json.dumps(job), file=client.stdin, flush=True)
     return arguments.requests / float(client.stdout.readline())
 
@@ -82,14 +93,13 @@ def main() -> None:
         requests=1024,
         at_once=256,
         new_tokens=128,
+        same_length=False,
         repeats=5,
     )
     ratios = []
     with (
         start_engine(arguments.model, device=arguments.device) as engine,
         Gateway(engine, dialects=[VLLM(engine)], sessionless=True) as gateway,
-        # As in the process of `serve`.
-        old_objects_frozen(),
         subprocess.Popen(
             [sys.executable, __file__, CLIENT],
             stdin=subprocess.PIPE,
@@ -97,6 +107,8 @@ def main() -> None:
             text=True,
         ) as client,
     ):
+        # As in the process of `serve`.
+        collect_rarely_from_now_on()
         print_row("requests/s", "SGLang", "vLLM's", "ratio", "ms processor")
         for number in range(arguments.repeats + 1):
             own = measure(client, engine.server_url, "/generate", arguments)
@@ -107,7 +119,8 @@ def main() -> None:
             ratios.append(api / own)
         assert client.stdin is not None
         client.stdin.close()
-    print_row("median ratio", statistics.median(ratios[1:]))
+    lengths = "same length" if arguments.same_length else "mixed lengths"
+    print_row("median ratio", statistics.median(ratios[1:]), lengths, width=14)
 
 
 if __name__ == "__main__":

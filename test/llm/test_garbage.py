@@ -9,7 +9,9 @@ import pytest
 
 from torchrl_sglang.support.garbage import (
     FROZEN_BY_PYTHON,
+    NEW_OBJECTS_OF_SERVERS,
     collect_garbage_afterwards,
+    collect_rarely_from_now_on,
     old_objects_frozen,
 )
 
@@ -64,6 +66,22 @@ def test_a_program_that_freezes_its_objects_is_left_alone():
     # Some end without the garbage collector.
     assert gc.get_freeze_count() > FROZEN_BY_PYTHON
     gc.unfreeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_a_server_collects_rarely_and_never_what_existed():
+    threshold = gc.get_threshold()
+    try:
+        collect_rarely_from_now_on()
+        begun = gc.get_stats()[0]["collections"]
+        living = [[] for _ in range(NEW_OBJECTS_OF_SERVERS // 2)]
+        assert gc.get_stats()[0]["collections"] == begun
+        living += [[] for _ in range(NEW_OBJECTS_OF_SERVERS)]
+        assert gc.get_stats()[0]["collections"] > begun
+        assert gc.get_freeze_count() > FROZEN_BY_PYTHON
+    finally:
+        gc.set_threshold(*threshold)
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("enabled", [True, False])

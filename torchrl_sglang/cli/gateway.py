@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -27,6 +26,7 @@ from torchrl_sglang.cli.options import (
 )
 from torchrl_sglang.cli.serve import vllm_loaders, wait
 from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.support.garbage import collect_rarely_from_now_on
 from torchrl_sglang.support.urls import LOOPBACK, is_loopback
 
 if TYPE_CHECKING:
@@ -152,10 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
         gateway = Gateway(engine, **options)
         try:
             gateway.start()
-            # Existing objects remain until the end. Each full garbage collection would
-            # visit them, and block all clients for half a second.
-            gc.collect()
-            gc.freeze()
+            collect_rarely_from_now_on()
             with metrics(arguments.metrics_port, engine=engine, gateway=gateway):
                 announce(gateway, engine, arguments, given="api_key" in options)
                 print("Serving. Stop it with Ctrl-C.", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from torchrl_sglang.cli.options import (
     start_arguments,
 )
 from torchrl_sglang.errors import ConfigurationError, ServerDiedError
+from torchrl_sglang.support.garbage import collect_rarely_from_now_on
 from torchrl_sglang.support.urls import LOOPBACK, is_loopback
 
 if TYPE_CHECKING:
@@ -149,9 +149,7 @@ def _vllm_api(
         token_columns=["routed_experts"] if routed else [],
         **address,
     ) as gateway:
-        # A full garbage collection would visit all that exists, and block clients.
-        gc.collect()
-        gc.freeze()
+        collect_rarely_from_now_on()
         yield gateway
 
 

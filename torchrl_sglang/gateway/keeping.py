@@ -49,8 +49,12 @@ class Keeper:
         """Adds turns to their session, after the store.
 
         If that fails, none of them is kept. ``new``: how many, from the end, are
-        counted.
+        counted. A request without a session is only counted.
         """
+        if not session.name:
+            with self._lock:
+                self.counts.add(turns)
+            return
         origin = turns[0].prompt.origin
         with self._lock:
             # A client has seen the turns it continues.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -50,7 +50,7 @@ class OpenSpan:
             self._span.set_status(Status(StatusCode.ERROR, description))
 
 
-_NONE = OpenSpan()
+_NO_SPAN = nullcontext(OpenSpan())
 
 
 def _tracer() -> Any:
@@ -65,10 +65,9 @@ def _tracer() -> Any:
     return provider.get_tracer(NAME)
 
 
-@contextmanager
 def span(
     name: str, *, kind: SpanKind = "internal", of: Any = None, **attributes: Any
-) -> Iterator[OpenSpan]:
+) -> AbstractContextManager[OpenSpan]:
     """Opens a span around a block; an error leaving the block is recorded.
 
     Args:
@@ -80,8 +79,8 @@ def span(
             the semantic conventions and get dots; all others get this package's
             prefix.
 
-    Yields:
-        OpenSpan: takes later attributes.
+    Returns:
+        A context manager of the ``OpenSpan``, which takes later attributes.
 
     Examples:
         >>> with span("turn", number=1) as turn:  # Nothing, without a provider.
@@ -89,8 +88,14 @@ def span(
     """
     tracer = _tracer()
     if tracer is None:
-        yield _NONE
-        return
+        return _NO_SPAN
+    return _opened(tracer, name, kind, of, attributes)
+
+
+@contextmanager
+def _opened(
+    tracer: Any, name: str, kind: SpanKind, of: Any, attributes: Mapping[str, Any]
+) -> Iterator[OpenSpan]:
     from opentelemetry import trace
 
     context = None

@@ -126,6 +126,11 @@ class RequestGate:
         if held is not None:
             held.set_result(None)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may be sent."""
+        return self._held is None
+
     async def passed(self) -> None:
         """Waits until requests may be sent."""
         while (held := self._held) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from aiohttp import web
 from yarl import URL
@@ -23,10 +23,14 @@ class Access:
 
     def __init__(self, gateway: Responder) -> None:
         self._gateway = gateway
+        # Paths with names of sessions are many, and each is repeated.
+        self._find_dialect = lru_cache(maxsize=1024)(
+            partial(find_dialect, gateway.dialects)
+        )
 
     def dialect(self, request: web.Request) -> Dialect:
         """Returns the dialect of a request."""
-        return find_dialect(self._gateway.dialects, request.path)
+        return self._find_dialect(request.path)
 
     def key(self, request: web.Request) -> str | None:
         """Returns the key of a request."""
@@ -40,10 +44,10 @@ class Access:
 
     def _session(self, request: web.Request) -> Session:
         name, key = request.match_info.get("session"), self.key(request)
-        is_owner = self._is_owner(key)
         if name is None and self._gateway.sessionless:
             session = self._session_of(key) if key else None
             return session or self._anonymous(request)
+        is_owner = self._is_owner(key)
         if name is None:
             if key is None or is_owner:
                 raise GatewayError(

@@ -31,14 +31,17 @@ async def send_answer(
     answer: Awaitable[list[Turn]],
     write: Writer,
     headers: Mapping[str, str],
+    *,
+    recorded: bool,
 ) -> web.StreamResponse:
-    """Sends an answer, and waits until the connection has taken it."""
+    """Sends an answer; one that is recorded until the connection has taken it."""
     turns = await answer
     content = write.answer(turns, usage_of(turns))
     response = json_response(content, headers=headers)
-    async with _delivery(request):
-        await response.prepare(request)
-        await response.write_eof()
+    if recorded:
+        async with _delivery(request):
+            await response.prepare(request)
+            await response.write_eof()
     return response
 
 

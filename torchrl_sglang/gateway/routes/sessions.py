@@ -190,9 +190,12 @@ class SessionRoutes:
             about={**parsed.about, "created_at": info.created},
         )
         progress = Progress() if parsed.stream else None
-        send = partial(self._send, endpoint, request, parsed, progress)
+        recorded = bool(session.name)
+        send = partial(
+            self._send, endpoint, request, parsed, progress, recorded=recorded
+        )
         try:
-            if not session.name:
+            if not recorded:
                 # Nothing is kept of it, so that no later request can repeat it.
                 answer = self._respond(request, session, parsed, progress)()
                 return await send(answer, info)
@@ -237,6 +240,7 @@ class SessionRoutes:
         answer: Awaitable[list[Turn]],
         info: AnswerInfo,
         *,
+        recorded: bool,
         request_id: str | None = None,
     ) -> web.StreamResponse:
         """Sends an answer, whole or as a stream."""
@@ -244,7 +248,7 @@ class SessionRoutes:
         write = endpoint.write(parsed, info)
         headers = _headers(parsed, request_id or parsed.request_id)
         if progress is None:
-            return await send_answer(request, answer, write, headers)
+            return await send_answer(request, answer, write, headers, recorded=recorded)
         stream = Stream(
             request,
             answer,

@@ -82,6 +82,9 @@ _FORM = frozenset(
 )
 """vLLM's fields that change no token of a whole response."""
 
+_KNOWN = frozenset({"cache_salt", "seed", *_DEFAULTS, *_REFUSED, *_FORM})
+"""All of these fields."""
+
 _GRAMMARS = {
     "json": "json_schema",
     "regex": "regex",
@@ -219,11 +222,13 @@ class VLLM(Dialect):
 
     def _adapter(self, model: str) -> str | None:
         """Returns the adapter that a model's name selects; refuses unknown names."""
+        if not model:
+            return None
         engine = self._engine
         if model in engine.adapters:
             return model
         served = self._served_name
-        names = {engine.model_path, engine.capabilities.model_path, served, ""}
+        names = {engine.model_path, engine.capabilities.model_path, served}
         # A server is started with the path of a folder from here, too.
         if (
             model not in names
@@ -323,6 +328,8 @@ def _pop_ignored(
     fields: dict[str, Any], capabilities: ServerCapabilities
 ) -> tuple[str, ...]:
     """Removes fields without effect here, and returns those that are set."""
+    if _KNOWN.isdisjoint(fields):
+        return ()
     for name, default in _DEFAULTS.items():
         if fields.get(name) == default:
             fields.pop(name, None)
