@@ -47,6 +47,8 @@ class Request:
     """Prompt of a plain completion, instead of a conversation."""
     token_ids: Sequence[int] | None = None
     """Tokens of the prompt, instead of a conversation."""
+    more_prompts: Sequence[str | Sequence[int]] = ()
+    """Further texts, or tokens, whose responses follow in the same answer."""
     setting: PromptSettings = field(default_factory=PromptSettings)
     """Tools and variables of the template."""
     hints: Sequence[Hint] = ()

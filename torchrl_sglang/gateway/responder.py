@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 from torchrl_sglang.backends.contract import RLSGLangEngine
@@ -112,6 +113,8 @@ class Responder(abc.ABC):
         self, session: Session, request: Request, progress: Progress | None = None
     ) -> list[Turn]:
         """Generates and keeps the responses to a request."""
+        if request.more_prompts:
+            return await self._respond_each(session, request)
         number = request.sampling.number
         check_takes_turns(session)
         self._check_limits(session, number)
@@ -145,6 +148,27 @@ class Responder(abc.ABC):
         finally:
             session.generating -= number
         return turns
+
+    async def _respond_each(self, session: Session, request: Request) -> list[Turn]:
+        """Returns the responses to all prompts, in order; without any of them, none."""
+        alone = replace(request, more_prompts=())
+        requests = [alone] + [
+            replace(alone, text=prompt, token_ids=None)
+            if isinstance(prompt, str)
+            else replace(alone, text=None, token_ids=prompt)
+            for prompt in request.more_prompts
+        ]
+        tasks = [asyncio.ensure_future(self.respond(session, r)) for r in requests]
+        try:
+            parts = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+            parts = [turns for turns in outcomes if isinstance(turns, list)]
+            self.keeper.withdraw(session, list(chain.from_iterable(parts)))
+            raise
+        return list(chain.from_iterable(parts))
 
     async def count(self, session: Session, request: Request) -> int:
         """Returns the number of tokens of a prompt."""

@@ -570,7 +570,10 @@ CHAT = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 2}
         ("/v1/completions", {"prompt": "a", "add_special_tokens": False}, "special"),
         ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
         ("/v1/completions", {"prompt": PROMPT, "logprobs": 21}, "^logprobs=21"),
-        ("/v1/completions", {"prompt": [PROMPT, PROMPT]}, "several requests"),
+        ("/v1/completions", {"prompt": [PROMPT, "a"], "stream": True}, "^stream"),
+        ("/v1/completions", {"prompt": ["a", "b"], "echo": True}, "^echo"),
+        ("/v1/completions", {"prompt": [PROMPT, []]}, "^prompt"),
+        ("/v1/completions", {"prompt": [[PROMPT]]}, "^prompt"),
         (
             "/v1/chat/completions",
             {
@@ -598,6 +601,46 @@ def test_defaults_of_vllm_are_accepted(fake_client, path, body, words):
     assert response.status_code == (400 if words else 200), response.text
     if words:
         assert re.search(words, response.json()["error"]["message"])
+
+
+def test_choices_of_several_prompts_come_in_the_order_of_the_prompts(fake_client):
+    def ask(prompt, n):
+        body = {"prompt": prompt, "n": n, "max_tokens": 3, "prompt_logprobs": 0}
+        body |= {"return_token_ids": True, "logprobs": 0}
+        return fake_client.post("/v1/completions", json=body).json()
+
+    answer = ask([[5, 6, 7], [8, 9]], 2)
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    expected = [[5, 6, 7], [5, 6, 7], [8, 9, 8], [8, 9, 8]]
+    assert [choice["token_ids"] for choice in choices] == expected
+    prompts = [choice["prompt_token_ids"] for choice in choices]
+    assert prompts == [[5, 6, 7], [5, 6, 7], [8, 9], [8, 9]]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 2, 2]
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 12)
+    alone = [ask(text, 1)["choices"][0] for text in ("abc", "b")]
+    together = ask(["abc", "b"], 1)["choices"]
+    assert together == [{**choice, "index": i} for i, choice in enumerate(alone)]
+
+
+def test_several_prompts_are_recorded_together_or_not_at_all(tiny_model_path):
+    body = {"prompt": [[5, 6], [8, 9]], "max_tokens": 2}
+    with (
+        FakeServer(tiny_model_path) as fake,
+        AsyncSGLang.connect(fake.url) as engine,
+        Gateway(engine, dialects=[VLLM(engine)], request_timeout=3.0) as gateway,
+        ThreadPoolExecutor() as clients,
+    ):
+        session = gateway.session()
+        path = f"{session.base_url}/completions"
+        with fake.misbehaving("hang", when=lambda content: 9 in content["input_ids"]):
+            answer = clients.submit(httpx.post, path, json=body, timeout=SECONDS)
+            wait_until(lambda: len(session.turns) == 1)
+            assert answer.result().status_code == 504
+            assert not session.turns
+        assert httpx.post(path, json=body, timeout=SECONDS).status_code == 200
+        assert len(session.turns) == 2
 
 
 @pytest.mark.parametrize("path", [GENERATE, "/v1/completions", "/v1/chat/completions"])

@@ -6,6 +6,7 @@ import base64
 import io
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -131,14 +132,25 @@ class VLLMWriter(CompletionWriter):
 
     def answer(self, turns: Sequence[Turn], usage: Usage) -> dict[str, Any]:
         """Returns the whole answer."""
-        answer = super().answer(turns, usage)
-        about = {
-            "prompt_logprobs": prompt_logprobs(turns[0], self._decode),
-            "prompt_token_ids": prompt_ids(turns[0], self._request),
-        }
+        number = self._request.sampling.number
+        # One of each prompt.
+        firsts = turns[::number]
+        prompt = sum(turn.prompt.num_tokens for turn in firsts)
+        cached = sum(turn.completion.cached_tokens for turn in firsts)
+        answer = super().answer(turns, replace(usage, prompt=prompt, cached=cached))
+        about = [
+            {
+                "prompt_logprobs": prompt_logprobs(turn, self._decode),
+                "prompt_token_ids": prompt_ids(turn, self._request),
+            }
+            for turn in firsts
+        ]
         if self._is_chat:
-            return {**answer, **about}
-        choices = [{**choice, **about} for choice in answer["choices"]]
+            return {**answer, **about[0]}
+        choices = [
+            {**choice, **about[index // number]}
+            for index, choice in enumerate(answer["choices"])
+        ]
         return {**answer, "choices": choices}
 
     def events(self, turns: Sequence[Turn], usage: Usage) -> Iterator[bytes]:

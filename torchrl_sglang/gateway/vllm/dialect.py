@@ -259,15 +259,28 @@ def _read_tokens(fields: Mapping[str, Any], name: str = "token_ids") -> Request:
 def _read_completion(fields: Mapping[str, Any]) -> Request:
     fields = {"max_tokens": DEFAULT_MAX_TOKENS, **fields}
     prompt = fields.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
-        (prompt,) = prompt
-        fields["prompt"] = prompt
-    if not isinstance(prompt, list) or not prompt or isinstance(prompt[0], (str, list)):
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        return _read_completions(fields, prompt)
+    if not isinstance(prompt, list) or not prompt:
         return read_completion(_without(fields, "add_special_tokens", value=True))
     fields.pop("add_special_tokens", None)
     if fields.pop("echo", None):
         raise ConfigurationError("echo needs a prompt that is a text.")
     return _read_tokens(fields, "prompt")
+
+
+def _read_completions(fields: Mapping[str, Any], prompts: Sequence[Any]) -> Request:
+    """Returns a request with several prompts."""
+    for prompt in prompts:
+        if not isinstance(prompt, str) or not prompt:
+            _check_tokens("prompt", prompt)
+    for name in ("stream", "echo") if len(prompts) > 1 else ():
+        if fields.get(name):
+            raise ConfigurationError(
+                f"{name} is not supported with several prompts; send several requests."
+            )
+    request = _read_completion({**fields, "prompt": prompts[0]})
+    return replace(request, more_prompts=prompts[1:])
 
 
 def _without(fields: Mapping[str, Any], name: str, *, value: Any) -> dict[str, Any]:
