@@ -52,7 +52,7 @@ async def order_of(engine: AsyncSGLang, priorities: list[int | None]) -> list[in
         await engine.agenerate_requests([request])
         ended.append(number)
 
-    begun = asyncio.create_task(one(-1, ask(0, tokens=1000)))
+    begun = asyncio.create_task(one(-1, ask(0, tokens=400)))
     queued = [begun]
     loop = asyncio.get_running_loop()
 

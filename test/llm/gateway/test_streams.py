@@ -31,8 +31,8 @@ AS_ANTHROPIC = {
     "input_schema": ADD["parameters"],
 }
 
-LENGTH = 400
-THOUGHT = "<think>[a-f]{200}</think>"
+LENGTH = 150
+THOUGHT = "<think>[a-f]{80}</think>"
 SAID = f"{THOUGHT}[g-k]{{{LENGTH}}}\n{CALL}"
 
 ONE = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -279,7 +279,7 @@ def test_text_of_plain_completions(grammar_engine):
 
 def test_log_probs_come_with_the_end(grammar_engine):
     with (
-        session_of(grammar_engine, "[a-z]{300}") as session,
+        session_of(grammar_engine, "[a-z]{120}") as session,
         openai_client(session) as client,
     ):
         chunks = client.chat.completions.create(
@@ -292,7 +292,7 @@ def test_log_probs_come_with_the_end(grammar_engine):
 
 def test_several_responses_at_once(grammar_engine):
     with (
-        session_of(grammar_engine, "[a-z]{300}") as session,
+        session_of(grammar_engine, "[a-z]{120}") as session,
         openai_client(session) as client,
     ):
         chunks = client.chat.completions.create(

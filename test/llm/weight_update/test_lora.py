@@ -46,8 +46,8 @@ from torchrl_sglang.weight_update.verify import watch
 
 TOLERANCE = 1e-4
 PROMPT = [5, 6, 7, 8, 9, 10]
-LONG = 600
-"""Tokens of a request that runs meanwhile: 8 s on two quiet cores."""
+LONG = 400
+"""Tokens of a request that runs meanwhile: 5 s on two quiet cores."""
 
 
 @pytest.fixture

@@ -32,7 +32,9 @@ from torchrl_sglang.testing.tiny_model import make_tiny_model
 
 PROMPTS = [list(range(5, 65)), list(range(5, 45)), list(range(50, 90))]
 LENGTH = 200
-"""Tokens of a response: an update pauses it within some 25."""
+"""Tokens of a response: an update by a connected sender pauses it within some 25."""
+CUT_OFF = 1500
+"""Tokens of a response that is aborted long before it has them."""
 
 
 @pytest.fixture
@@ -298,6 +300,7 @@ def test_two_servers_one_of_which_is_killed(two_servers, models):
 def test_continue_and_a_stream(any_engine, models):
     engine = any_engine
     with sender_of(engine) as sender:
+        sender.update_weights(next(models))
         flying = InFlight(
             engine,
             lambda: dict(
@@ -324,7 +327,7 @@ def test_who_aborts_meanwhile_is_not_sent_again(older_engine, models):
     with proxy, AsyncSGLang.connect(proxy.url) as through, sender_of(through) as sender:
         flying = InFlight(
             through,
-            lambda: generate(through, request_ids=["a", "b", "c"]),
+            lambda: generate(through, length=CUT_OFF, request_ids=["a", "b", "c"]),
         )
         # Between the pause and the flush, so that both end the same requests.
         proxy.inject("/flush_cache", lambda: through.abort(["b"]))
@@ -340,7 +343,7 @@ def test_other_engine_objects_hear_of_it(older_engine, models):
     engine = older_engine
     copy = pickle.loads(pickle.dumps(engine))
     with sender_of(engine) as sender:
-        flying = InFlight(engine, lambda: generate(copy))
+        flying = InFlight(engine, lambda: generate(copy, length=CUT_OFF))
         new = next(models)
         sender.update_weights(new)
         with pytest.raises(GenerationAbortedError, match="Send it again"):
@@ -355,7 +358,7 @@ def test_other_engine_objects_hear_of_it(older_engine, models):
 def test_abort_ends_what_runs(any_engine, models, flush):
     engine = any_engine
     with sender_of(engine, pause_mode="abort", flush_cache=flush) as sender:
-        flying = InFlight(engine, lambda: generate(engine))
+        flying = InFlight(engine, lambda: generate(engine, length=CUT_OFF))
         new = next(models)
         sender.update_weights(new)
         with pytest.raises(GenerationAbortedError, match="Send it again"):
@@ -371,7 +374,7 @@ CHATS = {
 }
 
 
-def openai_answer(engine, route, length=LENGTH):
+def openai_answer(engine, route, length):
     limits = {"max_tokens": length, "ignore_eos": True, "n": 2}
     return getattr(engine, route)({**CHATS[route], **limits}, timeout=120)
 
@@ -382,8 +385,10 @@ def openai_answer(engine, route, length=LENGTH):
 )
 def test_answers_of_openai_are_whole_or_errors(any_engine, models, mode, route):
     engine = any_engine
+    length = CUT_OFF if mode == "abort" else LENGTH
     with sender_of(engine, pause_mode=mode) as sender:
-        flying = InFlight(engine, lambda: openai_answer(engine, route), least=2)
+        sender.update_weights(next(models))
+        flying = InFlight(engine, lambda: openai_answer(engine, route, length), least=2)
         sender.update_weights(next(models))
         if mode == "abort":
             with pytest.raises(GenerationAbortedError, match="Send it again"):
@@ -399,7 +404,7 @@ def test_answers_of_openai_are_whole_or_errors(any_engine, models, mode, route):
 @pytest.mark.parametrize("route", CHATS)
 def test_abort_ends_requests_of_openai(any_engine, route):
     engine = any_engine
-    flying = InFlight(engine, lambda: openai_answer(engine, route), least=2)
+    flying = InFlight(engine, lambda: openai_answer(engine, route, CUT_OFF), least=2)
     assert engine.abort() == 1
     with pytest.raises(GenerationAbortedError) as caught:
         flying.wait()

@@ -131,7 +131,7 @@ def test_updates_and_an_abort(moe_engine, moe):
         running = pool.submit(
             moe_engine.generate,
             input_ids=[prompt] * 4,
-            sampling_params={**PARAMS, "max_new_tokens": 300},
+            sampling_params={**PARAMS, "max_new_tokens": 150},
             token_columns=COLUMNS,
             timeout=120,
         )

@@ -90,7 +90,7 @@ def test_versions_of_tokens(sender, restored_engine, new_model, tokenizer):
 def test_update_while_requests_run(sender, restored_engine, new_model, tokenizer):
     """Requests in flight are not lost, and end with tokens of the new weights."""
     prompts = [tokenizer.encode(text) for text in ("a", "bb", "ccc")]
-    params = {"max_new_tokens": 500, "ignore_eos": True}
+    params = {"max_new_tokens": 200, "ignore_eos": True}
 
     def generate():
         return restored_engine.generate(
@@ -104,7 +104,7 @@ def test_update_while_requests_run(sender, restored_engine, new_model, tokenizer
         if all(len(answer.versions) == 2 for answer in answers):
             break
     for prompt, answer in zip(prompts, answers, strict=True):
-        assert len(answer.token_ids) == len(answer.log_probs) == 500
+        assert len(answer.token_ids) == len(answer.log_probs) == 200
         assert len(answer.versions) == 2
         assert answer.versions[-1].version == report.version
         # What came after the update follows the new model exactly, prefix included.

@@ -202,14 +202,14 @@ def test_each_kind_of_memory_sleeps_by_itself(sleepy, sender, hf_model):
 
 def test_sleep_waits_for_running_requests(sleepy):
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(ask, sleepy, {**LONG, "max_new_tokens": 300})
+        answer = pool.submit(ask, sleepy, {**LONG, "max_new_tokens": 100})
         wait_until(lambda: running(sleepy))
         asleep = pool.submit(sleepy.sleep, "kv_cache")
         wait_until(lambda: fleet_of(sleepy).state.draining or sleepy.asleep)
         with pytest.raises(WeightSyncStateError, match=r"wake_up\(\)"):
             ask(sleepy)
         asleep.result(60)
-        assert len(answer.result(60).token_ids) == 300
+        assert len(answer.result(60).token_ids) == 100
 
 
 @pytest.mark.slow
