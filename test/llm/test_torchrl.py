@@ -15,6 +15,7 @@ import pytest
 import torch
 from helpers.collecting import Declare, with_lengths
 from helpers.log_probs import TOLERANCE
+from helpers.slow import diagonal
 from tensordict import TensorDict
 from torchrl.collectors.llm import LLMCollector
 from torchrl.data import LazyStackStorage, ReplayBuffer, Unbounded
@@ -163,8 +164,7 @@ FORMS = {
 COMPLETE = ("dialogs", "several dialogs")
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("pad_output", [False, True])
+@pytest.mark.parametrize(("form", "pad_output"), diagonal(FORMS, [False, True]))
 def test_collector_yields(engine, tokenizer, score, form, pad_output):
     arguments, shape = FORMS[form]
     collector = LLMCollector(
@@ -302,8 +302,9 @@ def test_pool(engine, tokenizer, score, pool_kwargs):
 
 # LLMCollector takes no pool of processes: their specs arrive without the keys of
 # histories, so that it finds no action. It takes no queue where Ray is not installed.
-@pytest.mark.parametrize("form", ["dialogs", "ends of dialogs"])
-@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize(
+    ("form", "buffered"), diagonal(["dialogs", "ends of dialogs"], [False, True])
+)
 def test_collector_of_a_pool(engine, tokenizer, score, form, buffered):
     buffer = ReplayBuffer(storage=LazyStackStorage(64)) if buffered else None
     collector = LLMCollector(

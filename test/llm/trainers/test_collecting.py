@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.fake_launcher import FakeLauncher
+from helpers.slow import diagonal
 from torch.utils.data import DataLoader
 from torchrl import logger as torchrl_logger
 
@@ -96,12 +97,19 @@ def test_passes_over_a_stream_end_and_go_on(make, tmp_path):
 SEVEN = [{"query": f"q{number}"} for number in range(7)]
 
 
-@pytest.mark.parametrize("kind", [list, Streamed, Dataset.from_list, DataLoader])
-@pytest.mark.parametrize(("epochs", "sizes"), [(1, [4, 3]), (2, [4, 4, 4, 2])])
-def test_passes_have_all_prompts(make, tmp_path, kind, epochs, sizes):
+SIZES = {1: [4, 3], 2: [4, 4, 4, 2]}
+"""Prompts of the batches, by the number of passes."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "epochs"),
+    diagonal([list, Streamed, Dataset.from_list, DataLoader], SIZES),
+)
+def test_passes_have_all_prompts(make, tmp_path, kind, epochs):
     make(prompts=kind(SEVEN), groups_per_batch=4, epochs=epochs).train()
     rows = rollouts_of(tmp_path / "run")
-    assert [*Counter(row["step"] for row in rows).values()] == [2 * n for n in sizes]
+    sizes = [2 * size for size in SIZES[epochs]]
+    assert [*Counter(row["step"] for row in rows).values()] == sizes
     assert Counter(row["prompt"] for row in rows) == {
         row["query"]: 2 * epochs for row in SEVEN
     }
