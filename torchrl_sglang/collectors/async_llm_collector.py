@@ -18,6 +18,7 @@ from torchrl_sglang.collectors.base import GroupCollector, Pause
 from torchrl_sglang.collectors.groups.deterministic import check_deterministic
 from torchrl_sglang.collectors.groups.filter import GroupFilter, KeepGroup
 from torchrl_sglang.collectors.groups.make import GROUP_ARGUMENTS, choose_groups
+from torchrl_sglang.collectors.groups.user_functions import check_call
 from torchrl_sglang.collectors.options import (
     OnOtherSender,
     RequestOrder,
@@ -27,7 +28,11 @@ from torchrl_sglang.collectors.options import (
 from torchrl_sglang.collectors.runtime.batches import Batches
 from torchrl_sglang.collectors.runtime.collection import Collection
 from torchrl_sglang.collectors.runtime.consumer_version import ConsumerVersion
-from torchrl_sglang.collectors.runtime.contract import GroupKind, GroupSetting
+from torchrl_sglang.collectors.runtime.contract import (
+    GroupKind,
+    GroupSetting,
+    ScoresGroup,
+)
 from torchrl_sglang.collectors.runtime.group_events import GroupEvents, figures_of
 from torchrl_sglang.collectors.runtime.stale_mask import StaleMask
 from torchrl_sglang.collectors.runtime.versions import PolicyVersions
@@ -121,6 +126,11 @@ class AsyncLLMCollector(GroupCollector):
             groups that teach nothing, as DAPO's dynamic sampling does
             (https://arxiv.org/abs/2503.14476). After the groups of ten updates in a row
             the collector ends with an error.
+        score (callable, optional): gets the rows of a complete group that is trained
+            on, a lazy stack, and returns them with further columns; a
+            :class:`.Teacher`, for example. It runs in a thread while other groups are
+            generated. After a :class:`.ConfigurationError` its group is given up, and
+            a :class:`.ServerError` ends the collector.
         total_groups (int): groups to collect; -1 (default) for no end. The last batch
             may be smaller.
         max_in_flight (int, optional): most conversations that run at once. By default
@@ -192,6 +202,7 @@ class AsyncLLMCollector(GroupCollector):
         on_stale: OnStale = "drop",
         on_other_sender: OnOtherSender = "warn",
         keep_group: KeepGroup | None = None,
+        score: ScoresGroup | None = None,
         total_groups: int = -1,
         max_in_flight: int | None = None,
         max_retries: int = 2,
@@ -211,6 +222,12 @@ class AsyncLLMCollector(GroupCollector):
         schemes = check_schemes(weight_sync_schemes)
         check_policy(policy)
         check_request_order(request_order, policy.model.capabilities)
+        if score is not None:
+            if not callable(score):
+                raise ConfigurationError(
+                    f"score must be a function of a group's rows, got {score!r}."
+                )
+            check_call("score", score, "rows")
         self.deterministic = deterministic
         if deterministic:
             check_deterministic(
@@ -265,6 +282,7 @@ class AsyncLLMCollector(GroupCollector):
             keeps=None
             if keep_group is None
             else GroupFilter(keep_group, of_agents=kind.of_agents).keeps,
+            score=score,
             asleep=lambda: policy.model.asleep,
             events=events,
         )

@@ -113,8 +113,10 @@ class Collecting:
         arguments = self.arguments
         return arguments.max_staleness == 0 and not callable(arguments.collector)
 
-    def make(self, served: Served, recorder: RunRecorder | None = None) -> Any:
-        """Returns the collector of batches to train on."""
+    def make(
+        self, served: Served, recorder: RunRecorder | None = None, score: Any = None
+    ) -> Any:
+        """Returns the collector of batches to train on, whose groups are scored."""
         arguments = self.arguments
         total, prompts = -1, Passes(arguments.prompts, arguments.epochs)
         if arguments.groups is not None:
@@ -131,6 +133,7 @@ class Collecting:
             on_other_sender="raise",
             shuffle=is_read_by_index(arguments.prompts),
             recorder=recorder,
+            score=score,
             **{name: getattr(arguments, name) for name in names},
         )
 

@@ -115,6 +115,7 @@ class Run:
     _rollouts: Rollouts
     _figures: StepFigures | None
     _served: Served
+    _score: Any
 
     def __init__(self, arguments: RunArguments) -> None:
         self.arguments = arguments
@@ -214,12 +215,10 @@ class Run:
         reference = self._training.make_reference(self.model, self.ranks)
         if self._serving.token_columns:
             stack.enter_context(replay_routing(self.model))
+        teacher = self._teaching.make(teachers, self._served, self.ranks)
+        self._score = teacher if self._teaching.scores_groups else None
         self.learner = self._training.make_learner(
-            self.model,
-            tokenizer,
-            self.ranks,
-            reference=reference,
-            teacher=self._teaching.make(teachers, self._served, self.ranks),
+            self.model, tokenizer, self.ranks, reference=reference, teacher=teacher
         )
         self.learner.recorder = self._recorder_of_scores()
         self.learner.query_key = self.query_key
@@ -297,7 +296,7 @@ class Run:
         self.collector_here = self.collector.collector
 
     def _make_here(self) -> Any:
-        return self._collecting.make(self._served, self.recorder)
+        return self._collecting.make(self._served, self.recorder, self._score)
 
     # The steps of the loop.
 

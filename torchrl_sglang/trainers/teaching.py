@@ -150,6 +150,19 @@ class Teaching:
         started = [name for name, teacher in self.teachers.items() if _starts(teacher)]
         return started if self.arguments.colocated else []
 
+    @property
+    def scores_groups(self) -> bool:
+        """Whether groups are scored while others are generated.
+
+        A batch is scored at once if its teachers share memory or weights with the
+        student's servers, or its number of top tokens depends on all of it.
+        """
+        settings, engine = self.distillation, self.arguments.engine
+        if settings is None or settings.mass is not None or self.sleeps:
+            return False
+        own: list[Any] = [STUDENT, engine, connect_arguments(engine)]
+        return not any(teacher in own for teacher in self.teachers.values())
+
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> dict[Any, Any]:
         """Returns engines by name, without the student's, on the first rank.
 

@@ -342,6 +342,21 @@ def test_each_kind_of_run_has_the_divergence_of_its_tokens(
     check_steps(run, teacher_model)
 
 
+@pytest.mark.parametrize("k", [4, "mass:0.9"])
+def test_a_teacher_scores_groups_while_others_are_generated(make, teacher_engine, k):
+    """But for a number of top tokens that a whole batch decides."""
+    run = make(steps=1, teacher=teacher_engine, distillation={"k": k})
+    with run:
+        run.begin()
+        collected = next(iter(run.collector))
+        assert (("teacher", "log_probs") in collected.keys(True)) is (k == 4)
+        batch = run.learner.score(collected)
+        again = Teacher(teacher_engine, Distillation(k=k))(batch)
+        for row, other in zip(batch.unbind(0), again.unbind(0), strict=True):
+            scores, wanted = row["teacher", "log_probs"], other["teacher", "log_probs"]
+            assert torch.allclose(scores, wanted, atol=1e-5, equal_nan=True)
+
+
 def test_an_adapter_learns_from_a_teacher(
     make, lora_engine, teacher_engine, teacher_model
 ):

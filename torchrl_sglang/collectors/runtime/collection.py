@@ -18,9 +18,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 
-from torchrl_sglang.collectors.runtime.contract import GroupMaker, KeepsGroup
+from torchrl_sglang.collectors.runtime.contract import (
+    GroupMaker,
+    KeepsGroup,
+    ScoresGroup,
+)
 from torchrl_sglang.collectors.runtime.group_events import GroupEvents
 from torchrl_sglang.collectors.runtime.stats import (
     Ages,
@@ -38,6 +42,7 @@ from torchrl_sglang.errors import (
     CollectionError,
     CollectionTimeoutError,
     ConfigurationError,
+    ServerError,
     TaskError,
     UserFunctionError,
     WeightSyncStateError,
@@ -81,8 +86,9 @@ class Collection:
     """Keeps groups running, within the bounds of a pool.
 
     It refers to nothing of its owner, which may be dropped while this runs. ``keeps``
-    returns whether a complete group is trained on, by its rows. ``asleep`` returns the
-    tags of the engine's released memory: groups wait until there are none.
+    returns whether a complete group is trained on, by its rows. ``score`` returns the
+    rows of such a group with further columns, in a thread. ``asleep`` returns the tags
+    of the engine's released memory: groups wait until there are none.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Collection:
         engine_seconds: float,
         events: GroupEvents,
         keeps: KeepsGroup | None = None,
+        score: ScoresGroup | None = None,
         asleep: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self.pool = pool
@@ -120,7 +127,7 @@ class Collection:
         )
         self._engine_seconds = engine_seconds
         self._unfinished: dict[int, int] = {}
-        self._keeps = keeps
+        self._keeps, self._score = keeps, score
         self._filtered_in_a_row = 0
         self._asleep = asleep
         # Of all groups that wait for memory, one looks.
@@ -499,9 +506,30 @@ class Collection:
             is_kept = self._keeps is None or await self._keeps(
                 rows, self._layout, STEP_TIMEOUT_SECONDS
             )
+            if is_kept and self._score is not None:
+                rows = await self._scored(self._score, rows)
             traced.set(conversations=self.groups.size, turns=len(rows), kept=is_kept)
         self.group_seconds.add(time.monotonic() - start)
         return Complete(group=group, rows=rows, kept=is_kept)
+
+    async def _scored(
+        self, score: ScoresGroup, rows: list[TensorDictBase]
+    ) -> list[TensorDictBase]:
+        """Returns the rows of a group with the columns of ``score``."""
+        try:
+            scored = await asyncio.to_thread(score, LazyStackedTensorDict(*rows))
+        except ConfigurationError as error:
+            # The same rows would come again.
+            raise TaskError(str(error)) from error
+        except ServerError as error:
+            # It has waited for its servers itself.
+            self.end(error)
+            raise
+        if not isinstance(scored, TensorDictBase) or len(scored) != len(rows):
+            raise UserFunctionError(
+                f"score returned {scored!r:.200}; return the rows, with more columns."
+            )
+        return list(scored.unbind(0))
 
     async def _fetch(self, position: int) -> Any:
         """Returns a task; the collection ends if no later one could be read either."""

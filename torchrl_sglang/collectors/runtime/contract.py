@@ -26,6 +26,9 @@ KeepsGroup: TypeAlias = Callable[
 ]
 """Decides on a group, from its rows; with threads and a timeout in seconds."""
 
+ScoresGroup: TypeAlias = Callable[[TensorDictBase], TensorDictBase]
+"""Returns the rows of a group, a stack, with further columns."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupSetting:
