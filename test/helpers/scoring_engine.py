@@ -25,7 +25,9 @@ class ScoringEngine(RLSGLangEngine):
     def __init__(self, model: Any, tokenizer: Any) -> None:
         self.model, self.tokenizer, self.requests = model, tokenizer, []
         self.capabilities = SimpleNamespace(
-            vocab_size=model.config.vocab_size, encodes_top_logprobs=True
+            vocab_size=model.config.vocab_size,
+            encodes_top_logprobs=True,
+            longest_prompt=model.config.max_position_embeddings - 1,
         )
 
     def get_tokenizer(self, name: str | None = None) -> Any:

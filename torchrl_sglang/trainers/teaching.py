@@ -113,9 +113,7 @@ class Teaching:
                 f"no server can be started; give its folder or hub name, or an engine "
                 f"that serves it, as teacher=...."
             )
-        model = check_model("teacher", model)
-        check_local_model(model)
-        return {"model": model, **options}
+        return {"model": check_model("teacher", model), **options}
 
     def _check_prompt(self) -> None:
         prompt, arguments = self.arguments.teacher_prompt, self.arguments
@@ -160,8 +158,8 @@ class Teaching:
         settings, engine = self.distillation, self.arguments.engine
         if settings is None or settings.mass is not None or self.sleeps:
             return False
-        own: list[Any] = [STUDENT, engine, connect_arguments(engine)]
-        return not any(teacher in own for teacher in self.teachers.values())
+        students: list[Any] = [STUDENT, engine, connect_arguments(engine)]
+        return not any(teacher in students for teacher in self.teachers.values())
 
     def start(self, stack: ExitStack, ranks: TrainerRanks) -> dict[Any, Any]:
         """Returns engines by name, without the student's, on the first rank.
@@ -277,6 +275,7 @@ def _read_tokenizer(source: Any) -> Any:
     if isinstance(source, RLSGLangEngine):
         return source.get_tokenizer()
     if _starts(source):
+        check_local_model(source["model"])
         return load_tokenizer(source["model"], source)
     with AsyncSGLang.connect(**source) as engine:
         return engine.get_tokenizer()

@@ -621,7 +621,6 @@ def test_wrong_teachers_are_refused(engine, fake_engine, tiny_model_path, tmp_pa
         ({"teacher": {"num_replicas": 2}}, "either 'model'"),
         ({"teacher": 3}, "teacher must be"),
         ({"teacher": {"model_path": "a"}}, "give its model as 'model'"),
-        ({"teacher": "/no/such/folder"}, "no model folder"),
         ({"teacher": {"model": "a", "urls": ["http://b"]}}, "either 'model'"),
         ({"teacher": "a", "distillation": {"kk": 8}}, "Did you mean 'k'"),
         (
@@ -646,6 +645,9 @@ def test_wrong_teachers_are_refused(engine, fake_engine, tiny_model_path, tmp_pa
     ):
         with pytest.raises(ConfigurationError, match=message):
             GRPO(tiny_model_path, **{**common, **options})
+    run = GRPO(tiny_model_path, **common, teacher="/no/such/folder")
+    with pytest.raises(ConfigurationError, match="no model folder"):
+        run.train()
 
 
 def test_a_batch_without_a_teachers_columns_is_refused(batch, hf_model, tokenizer):

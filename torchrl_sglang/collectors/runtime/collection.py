@@ -523,7 +523,7 @@ class Collection:
             raise TaskError(str(error)) from error
         except ServerError as error:
             # It has waited for its servers itself.
-            self.end(error)
+            self.end(error, "nobody scores its groups: ")
             raise
         if not isinstance(scored, TensorDictBase) or len(scored) != len(rows):
             raise UserFunctionError(
@@ -625,7 +625,7 @@ class Collection:
                 # Where in the user's function it was raised; once for each place.
                 exc_info=origin(error) if is_users and is_new else None,
             )
-        elif verdict.engine_began:
+        elif verdict.engine_began and self._error is None:
             # Once until a group is complete again: all that run fail together.
             torchrl_logger.warning(
                 f"The engine failed, and its groups are tried again for "
