@@ -6,10 +6,12 @@ random, so that their lengths are long-tailed; those of a model in a folder end 
 ends them. Afterwards, generation and training of such batches are measured alone: no
 loop of these two is faster than the slower one, and one that does them in turn no
 faster than both. What training could be at best is measured by `training.py`, which
-runs under torchrun, too.
+runs under torchrun, too. A teacher scores the sampled tokens, on a GPU of its own or on
+the servers' GPU, where it sleeps meanwhile.
 
     torchrun --nproc-per-node 2 benchmarks/recipe.py 0.5b --arrangement colocated
     python benchmarks/recipe.py 3b --arrangement apart
+    python benchmarks/recipe.py 0.5b --teacher 7b --teacher-gpu 1
     torchrun --nproc-per-node 2 benchmarks/recipe.py tiny --device cpu \
         --arrangement apart --groups 2 --new-tokens 64 --steps 3
 """
@@ -36,7 +38,7 @@ from torchrl_sglang import GRPO
 from torchrl_sglang.cli.bench.models import BUILT_IN, save_model, server_arguments
 from torchrl_sglang.trainers.ranks import find_trainer_ranks
 
-PHASES = ("collect", "train", "update", "sleep")
+PHASES = ("collect", "score", "train", "update", "sleep")
 TIMES = {f"time/{name}" for name in PHASES}
 FIRST_STOP = 200
 """Tokens from here on end a response; the tokenizer knows none of them."""
@@ -70,7 +72,9 @@ def remainder(conversation: Any, task: Any) -> float:
     return len(conversation.turns[-1].token_ids) % 8 / 8
 
 
-def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
+def make_run(
+    path: str, options: argparse.Namespace, folder: str, teacher: str | None = None
+) -> GRPO:
     """Returns the run, whose servers are where the arrangement has them."""
     sampling: dict[str, Any] = {"max_new_tokens": options.new_tokens}
     if options.model in BUILT_IN:
@@ -93,8 +97,16 @@ def make_run(path: str, options: argparse.Namespace, folder: str) -> GRPO:
         engine |= {"dtype": "bfloat16"}
         engine |= {"gpu_memory_utilization": options.server_memory}
         engine |= server_arguments()
+    distil: dict[str, Any] = {}
+    if teacher is not None:
+        settings = {"estimator": "sampled", "weight": 0.1}
+        server = {**engine, "model": teacher}
+        if options.teacher_gpu >= 0:
+            server |= {"cuda_devices": [options.teacher_gpu]}
+        distil = {"teacher": server, "distillation": settings}
     return GRPO(
         path,
+        **distil,
         prompts=[{"query": query} for query in queries()],
         rewards=remainder,
         generate_kwargs=sampling,
@@ -228,6 +240,8 @@ def main() -> None:
         server_memory=0.5,
         max_staleness=0,
         rollout_dtype="auto|fp8",
+        teacher="",
+        teacher_gpu=-1,
         steps=6,
         warmup=2,
         alone=3,
@@ -242,7 +256,11 @@ def main() -> None:
     scratch = Path(ranks.first(lambda: tempfile.mkdtemp(prefix=prefix)))
     try:
         path = ranks.first(lambda: make_model(options.model, str(scratch / "model")))
-        with make_run(path, options, str(scratch / "run")) as run:
+        teacher = None
+        if options.teacher:
+            folder = str(scratch / "teacher")
+            teacher = ranks.first(lambda: make_model(options.teacher, folder))
+        with make_run(path, options, str(scratch / "run"), teacher) as run:
             run.begin()
             steps, batch = take_steps(run)
             peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0

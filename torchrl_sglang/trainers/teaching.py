@@ -144,9 +144,17 @@ class Teaching:
 
     @property
     def sleeps(self) -> list[Any]:
-        """Names of teachers that have memory only while the student's servers sleep."""
-        started = [name for name, teacher in self.teachers.items() if _starts(teacher)]
-        return started if self.arguments.colocated else []
+        """Names of teachers that have memory only while the student's servers sleep.
+
+        Those with GPUs of their own do not sleep.
+        """
+        if not self.arguments.colocated:
+            return []
+        return [
+            name
+            for name, teacher in self.teachers.items()
+            if _starts(teacher) and not _has_gpus(teacher)
+        ]
 
     @property
     def scores_groups(self) -> bool:
@@ -194,10 +202,11 @@ class Teaching:
             several = len(started) > 1 and torch.cuda.is_available()
             return place_apart(started, len(visible_devices())) if several else started
         # All of them are awake while a batch is scored.
-        share = {"mem_fraction_static": COLOCATED_SHARE / max(len(started), 1)}
+        sleeps = self.sleeps
+        share = {"mem_fraction_static": COLOCATED_SHARE / max(len(sleeps), 1)}
         return {
             name: options
-            if "gpu_memory_utilization" in options
+            if "gpu_memory_utilization" in options or name not in sleeps
             else {**share, **options}
             for name, options in started.items()
         }
@@ -207,7 +216,7 @@ class Teaching:
             return AsyncSGLang.connect(**teacher)
         options = dict(teacher)
         model = options.pop("model")
-        if self.arguments.colocated:
+        if self.arguments.colocated and not _has_gpus(teacher):
             options = server_arguments(
                 {"enable_weights_cpu_backup": True, **options},
                 ranks,
@@ -268,6 +277,11 @@ def _refuse_without_teacher(arguments: RunArguments) -> None:
 def _starts(teacher: Any) -> bool:
     """Returns whether servers of a teacher are started."""
     return isinstance(teacher, Mapping) and "model" in teacher
+
+
+def _has_gpus(teacher: Mapping[str, Any]) -> bool:
+    """Returns whether servers of a teacher have GPUs of their own."""
+    return teacher.get("cuda_devices") is not None
 
 
 def _read_tokenizer(source: Any) -> Any:

@@ -165,18 +165,25 @@ def test_a_teachers_prompt_has_the_students_template(scorer, batch, tokenizer):
 
 
 def test_several_teachers_share_memory_and_no_gpu():
-    def placed(**options):
+    def teaching(**second):
         arguments = RunArguments(
             "model",
             prompts=[{"query": "Hi", "name": "a"}],
-            teacher={"a": "x", "b": {"model": "y", "mem_fraction_static": 0.2}},
+            teacher={"a": "x", "b": {"model": "y", **second}},
             teacher_key="name",
-            **options,
+            colocated=True,
         )
-        return Teaching(arguments)._place()
+        return Teaching(arguments)
 
-    shares = [o["mem_fraction_static"] for o in placed(colocated=True).values()]
+    placed = teaching(mem_fraction_static=0.2)._place()
+    shares = [options["mem_fraction_static"] for options in placed.values()]
     assert shares == [COLOCATED_SHARE / 2, 0.2]
+    # One with a GPU of its own does not sleep.
+    apart = teaching(cuda_devices=[1])
+    assert apart.sleeps == ["a"]
+    placed = apart._place()
+    assert placed["a"]["mem_fraction_static"] == COLOCATED_SHARE
+    assert placed["b"] == {"model": "y", "cuda_devices": [1]}
     servers = {"a": {"num_replicas": 2}, "b": {"cuda_devices": [0]}, "c": {}}
     found = place_apart(servers, 4)
     assert [found[name]["cuda_devices"] for name in "abc"] == [[2, 3], [0], [1]]
