@@ -158,11 +158,10 @@ class Run:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            declared = name in type(self).__annotations__ or name in Run.__annotations__
-            where = "; it is there within `with run:`, and in train()"
+            is_part = name in Run.__annotations__
+            where = "; it is there within `with run:`, and in train()" * is_part
             raise AttributeError(
-                f"{type(self).__name__!r} object has no attribute {name!r}"
-                f"{where if declared else ''}",
+                f"{type(self).__name__!r} object has no attribute {name!r}{where}",
                 name=name,
                 obj=self,
             )

@@ -65,9 +65,9 @@ class Teacher:
     earlier turn of its conversation, has no request of its own. Log-probs are the
     model's own, at temperature 1.
 
-    A server takes prompts that are a few tokens shorter than its context. A row that
-    exceeds them by at most 8 tokens is scored up to there, and its last tokens leave
-    the loss.
+    The longest prompt of a server is a few tokens shorter than its context. A row that
+    is longer than that prompt by at most 8 tokens has no scores of its last tokens, and
+    these leave the loss.
 
     Args:
         engine (RLSGLangEngine): serves the teacher; it has the student's token ids. Or
