@@ -83,7 +83,8 @@ def test_a_group_that_cannot_be_scored_is_given_up_at_once(make):
     found = {answer for batch in collector for answer in batch["answer"]}
     assert "1" not in found
     assert asked.count("1") == 1
-    assert "It is too long." in collector.stats()["errors"][0]
+    message = "Its rows cannot be scored: It is too long."
+    assert message in collector.stats()["errors"][0]
 
 
 def test_a_scorer_whose_servers_are_gone_ends_the_collector(make):

@@ -520,7 +520,7 @@ class Collection:
             scored = await asyncio.to_thread(score, LazyStackedTensorDict(*rows))
         except ConfigurationError as error:
             # The same rows would come again.
-            raise TaskError(str(error)) from error
+            raise TaskError(f"Its rows cannot be scored: {error}") from error
         except ServerError as error:
             # It has waited for its servers itself.
             self.end(error, "nobody scores its groups: ")
