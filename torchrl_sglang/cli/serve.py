@@ -123,11 +123,17 @@ def _vllm_options(
 
 def vllm_loaders(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of servers that receive weights from vLLM's trainers."""
-    from torchrl_sglang.gateway.vllm.broadcasts import LOADER
+    from torchrl_sglang.gateway.vllm.broadcasts import LOADER, NCCL_DEFAULTS
 
     loaders = options.get("custom_weight_loader") or []
     loaders = [loaders] if isinstance(loaders, str) else loaders
-    return {"weight_loader": "traced", "custom_weight_loader": [*loaders, LOADER]}
+    # A value of this process is inherited.
+    unset = {k: v for k, v in NCCL_DEFAULTS.items() if k not in os.environ}
+    return {
+        "weight_loader": "traced",
+        "custom_weight_loader": [*loaders, LOADER],
+        "environment": {**unset, **(options.get("environment") or {})},
+    }
 
 
 @contextmanager

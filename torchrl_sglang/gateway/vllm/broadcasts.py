@@ -12,7 +12,11 @@ import torch
 
 from torchrl_sglang.backends.client.control import CONTROL_TIMEOUT_SECONDS
 from torchrl_sglang.backends.contract import RLSGLangEngine
-from torchrl_sglang.errors import ConfigurationError, UnsupportedByServerError
+from torchrl_sglang.errors import (
+    ConfigurationError,
+    UnsupportedByServerError,
+    WeightTransferError,
+)
 from torchrl_sglang.support.checks import check_count, check_flag
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import TRACED_LOADER
@@ -25,6 +29,10 @@ LOADER = "torchrl_sglang_vllm.load"
 
 LOADERS = (TRACED_LOADER, LOADER)
 """SGLang's ``custom_weight_loader`` of servers for vLLM's weight updates."""
+
+NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2"}
+"""Environment of servers for trainers that leave NCCL as it is, as vLLM's do. SGLang
+sets 0 otherwise; where the two sides differ, they cannot join."""
 
 BUFFER_BYTES = 1 << 30
 """vLLM's default of ``packed_buffer_size_bytes``."""
@@ -215,7 +223,16 @@ class BroadcastReceiver:
             finally:
                 await control.end_weight_update()
 
-        run_sync(join_all())
+        try:
+            run_sync(join_all())
+        except WeightTransferError as error:
+            if "NCCL error" not in str(error):
+                raise
+            raise WeightTransferError(
+                f"{error} Both sides need the same NCCL_CUMEM_ENABLE: start the "
+                f"servers by `torchrl-sglang serve --api vllm`, which leaves it at "
+                f"NCCL's default, or set it to 0 in the trainer's environment."
+            ) from error
         self._epoch = epoch
 
     def begin(self) -> None:
