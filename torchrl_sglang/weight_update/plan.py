@@ -21,8 +21,8 @@ from torchrl_sglang.weight_update.encodings.registry import encoding_for
 from torchrl_sglang.weight_update.options import SchemeOptions
 from torchrl_sglang.weight_update.ranks import find_ranks
 from torchrl_sglang.weight_update.sources.base import (
-    ExporterCache,
     Source,
+    SourceCache,
     UserWeights,
 )
 from torchrl_sglang.weight_update.sources.fingerprints import (
@@ -58,7 +58,7 @@ _GIVE_DIRECTORY = (
 def choose_source(
     weights: UserWeights,
     options: SchemeOptions,
-    exporters: ExporterCache,
+    cache: SourceCache,
     takes_adapter: Callable[[Source], bool],
 ) -> Source:
     """Resolves the caller's weights into whole ones, or into a LoRA adapter alone.
@@ -73,7 +73,7 @@ def choose_source(
     elif options.transport == LoraTransport.name:
         source = adapter_source(weights)
     if source is None:
-        source = find_source(weights.value, exporters)
+        source = find_source(weights.value, cache)
     ranks = find_ranks(source, options.process_group)
     return replace(source, origin=weights, ranks=ranks)
 
@@ -112,11 +112,12 @@ def plan_update(
     options: SchemeOptions,
     *,
     fingerprinted: bool = False,
+    cache: SourceCache | None = None,
 ) -> UpdatePlan:
     """Plans an update of a source, validated against the served model.
 
     An adapter needs none. ``fingerprinted`` takes fingerprints of the tensors, if one
-    rank holds them whole.
+    rank holds them whole. ``cache`` has the plan of tensors that stay in their memory.
 
     Raises:
         WeightMismatchError: if they do not fit.
@@ -127,7 +128,7 @@ def plan_update(
         source.ranks.served = served
     elif fingerprinted:
         source = take_fingerprints(source, fingerprints)
-    tensors = weights = open_weights(source, served)
+    tensors = weights = open_weights(source, served, cache)
     if served is not None:
         encoding = encoding_for(options.encoding, served.quantized)
         weights = replace(

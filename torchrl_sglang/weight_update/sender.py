@@ -39,8 +39,8 @@ from torchrl_sglang.weight_update.plan import (
 from torchrl_sglang.weight_update.ranks import Participation, Ranks
 from torchrl_sglang.weight_update.registered_collectors import RegisteredCollectors
 from torchrl_sglang.weight_update.sources.base import (
-    ExporterCache,
     Source,
+    SourceCache,
     UserWeights,
     unwrap,
 )
@@ -77,7 +77,7 @@ class SGLangWeightSender:
         self._scheme = scheme
         self._options: SchemeOptions = scheme.options
         self._model: Any = None
-        self._exporters = ExporterCache()
+        self._cache = SourceCache()
         self.transport: WeightTransport | None = None
         """The transport of whole weights; an adapter's keeps no connection."""
         self._memory_of_ranks: Ranks | None = None
@@ -380,9 +380,7 @@ class SGLangWeightSender:
 
     def _source_of(self, weights: UserWeights) -> Source:
         """Returns the source of weights: whole ones, or a LoRA adapter alone."""
-        return choose_source(
-            weights, self._options, self._exporters, self._takes_adapter
-        )
+        return choose_source(weights, self._options, self._cache, self._takes_adapter)
 
     def _takes_adapter(self, adapter: Source) -> bool:
         engine = self._engine
@@ -404,7 +402,9 @@ class SGLangWeightSender:
     def _plan(self, source: Source) -> UpdatePlan:
         served = None if source.adapter is not None else self._served
         registered = source.origin.value is self._model
-        return plan_update(source, served, self._options, fingerprinted=registered)
+        return plan_update(
+            source, served, self._options, fingerprinted=registered, cache=self._cache
+        )
 
     def _send_until(
         self, source: Source, verify: bool, *, counts: bool = True
@@ -459,7 +459,7 @@ class SGLangWeightSender:
             report: SyncReport = source.ranks.update(source, send, self._take_part)
             return report
         except BaseException:
-            self._exporters.forget()
+            self._cache.forget()
             raise
 
     def _take_part(self, source: Source, message: Participation) -> None:

@@ -113,7 +113,7 @@ def watch(
             _compare_values(engine, name, value)
         compare_log_probs()
 
-    return dataclasses.replace(weights, read=read), check
+    return dataclasses.replace(weights, read=read, memory=None), check
 
 
 def _find_readable(engine: RLSGLangEngine, weights: Weights) -> list[str]:

@@ -77,6 +77,9 @@ class Weights:
     """Format for which the weights are encoded."""
     ranks: Any = None
     """The ranks that hold the weights together (:class:`.Ranks`); ``None`` for one."""
+    memory: object = None
+    """The same object for weights in the same memory; ``None``: unknown, or all tensors
+    have to be read."""
 
     @property
     def num_bytes(self) -> int:

@@ -95,6 +95,8 @@ def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
         WeightMismatchError: if two tensors would have one name. Later, where the
             tensors are not those that were planned.
     """
+    if type(encoding) is Identity:
+        return weights
     plan = {spec.name: _plan(encoding, spec) for spec in weights.specs}
     specs = {spec.name: spec for spec in weights.specs}
     if all(plan[name] == (spec,) for name, spec in specs.items()):
@@ -116,7 +118,7 @@ def encode_weights(weights: Weights, encoding: WeightEncoding) -> Weights:
             # Not held while the next one is made.
             del tensor
 
-    return replace(weights, specs=tuple(encoded), read=read, stable=False)
+    return replace(weights, specs=tuple(encoded), read=read, stable=False, memory=None)
 
 
 def _plan(encoding: WeightEncoding, spec: TensorSpec) -> tuple[TensorSpec, ...]:

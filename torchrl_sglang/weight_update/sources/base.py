@@ -7,7 +7,7 @@ may hold a tensor after it was yielded.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -86,6 +86,9 @@ class Source:
     ranks: Any = None
     """The ranks that hold the tensors together (:class:`.Ranks`); ``None``: this rank
     holds them whole."""
+    memory: object = None
+    """The same object for sources whose tensors are in the same memory, contiguous;
+    ``None``: unknown."""
 
 
 def describe(name: str, tensor: torch.Tensor, *, computed: bool = False) -> TensorSpec:
@@ -178,24 +181,55 @@ def refuse_fsdp1(module: nn.Module) -> None:
 
 def collect(items: Iterable[Any], owner: Any) -> dict[str, torch.Tensor]:
     """Collects the (name, tensor) pairs of ``owner``, which has some."""
-    tensors = dict(read_pairs(lambda: items, owner))
+    tensors: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for item in items:
+            name, value = _check_pair(item, tensors)
+            tensors[name] = value
     if not tensors:
         raise _empty_error(owner)
     return tensors
 
 
-class ExporterCache:
-    """The specs of the last exporter's tensors, so that it is not run to get them."""
+class SourceCache:
+    """Descriptions of the latest tensors, which hold none of them.
+
+    Those of an exporter, so that it is not run to get them, and those of tensors that
+    stay in their memory, which are thousands in a mixture of experts.
+    """
 
     def __init__(self) -> None:
         self._exporter: Any = None
         self._specs: dict[str, TensorSpec] = {}
+        self._memory: tuple[Any, ...] | None = None
+        self._described: dict[str, TensorSpec] = {}
+        self.plan: Any = None
+        """What :func:`.open_weights` made of the latest tensors."""
 
     def forget(self) -> None:
         """Makes the next update run the exporter once more."""
         self._exporter, self._specs = None, {}
 
-    def source(self, exporter: Any, export: Callable[[], Any]) -> Source:
+    def tensors(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        computed: frozenset[str] = frozenset(),
+    ) -> Source:
+        """Makes a source of tensors that exist."""
+        memory = _memory_of(tensors, computed)
+        if memory is None:
+            return tensor_source(tensors, computed)
+        if memory != self._memory:
+            self._described = tensor_source(tensors, computed).specs
+            self._memory = memory
+        return Source(
+            specs=self._described,
+            read=lambda dtypes: read_tensors(tensors, dtypes),
+            stable=True,
+            memory=self._described,
+        )
+
+    def exporter(self, exporter: Any, export: Callable[[], Any]) -> Source:
         """Makes a source of an exporter, running it where it is a new one."""
         # A bound method is another object every time it is looked up.
         equal = inspect.ismethod(exporter) and exporter == self._exporter
@@ -217,6 +251,21 @@ class ExporterCache:
                 del tensor
 
         return Source(specs=specs, read=read, stable=False)
+
+
+def _memory_of(
+    tensors: Mapping[str, torch.Tensor], computed: frozenset[str]
+) -> tuple[Any, ...] | None:
+    """Returns a key of the tensors' memory, if each is whole and contiguous in it."""
+    values = tensors.values()
+    try:
+        if any(isinstance(v, DTensor) or not v.is_contiguous() for v in values):
+            return None
+        facts = [(v.data_ptr(), v.shape, v.dtype) for v in values]
+    except (RuntimeError, TypeError):
+        # A subclass without its own memory, or that refuses the operation.
+        return None
+    return list(tensors), computed, facts
 
 
 def _check_announced(tensor: torch.Tensor, name: str, spec: TensorSpec | None) -> None:
@@ -245,7 +294,7 @@ def read_pairs(
             f"A function that exports weights must return an iterator of (name, "
             f"tensor); {owner!r} returned a {type(items).__name__}."
         )
-    names = set()
+    names: set[str] = set()
     iterator, end = iter(items), object()
     while True:
         # For each step alone: a suspended generator must leave no grad mode behind.
@@ -253,23 +302,29 @@ def read_pairs(
             item = next(iterator, end)
         if item is end:
             return
-        if not (isinstance(item, (tuple, list)) and len(item) == 2):
-            raise ConfigurationError(
-                f"An iterable of weights must yield (name, tensor), got a "
-                f"{type(item).__name__}; model.parameters() has no names, "
-                f"model.named_parameters() has."
-            )
-        name, value = item
+        name, value = _check_pair(item, names)
         del item
-        if not isinstance(value, torch.Tensor):
-            raise ConfigurationError(
-                f"The weight {name!r} is a {type(value).__name__}, not a tensor."
-            )
-        if name in names:
-            raise ConfigurationError(f"The weights hold {name!r} twice.")
         names.add(name)
         yield name, value
         del value
+
+
+def _check_pair(item: Any, names: Container[str]) -> tuple[str, torch.Tensor]:
+    """Checks an item of weights, of which there are some names."""
+    if not (isinstance(item, (tuple, list)) and len(item) == 2):
+        raise ConfigurationError(
+            f"An iterable of weights must yield (name, tensor), got a "
+            f"{type(item).__name__}; model.parameters() has no names, "
+            f"model.named_parameters() has."
+        )
+    name, value = item
+    if not isinstance(value, torch.Tensor):
+        raise ConfigurationError(
+            f"The weight {name!r} is a {type(value).__name__}, not a tensor."
+        )
+    if name in names:
+        raise ConfigurationError(f"The weights hold {name!r} twice.")
+    return name, value
 
 
 def _empty_error(weights: Any) -> ConfigurationError:

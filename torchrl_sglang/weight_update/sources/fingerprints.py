@@ -26,8 +26,14 @@ Fingerprint: TypeAlias = tuple[torch.Tensor, ...] | None
 def take_fingerprints(source: Source, into: dict[str, Fingerprint]) -> Source:
     """Returns a source that adds the fingerprint of each tensor that is read.
 
-    Nothing waits for a GPU: its sums stay there, at most 1 KiB for each tensor.
+    Those of tensors that stay in their memory are taken at once. Nothing waits for a
+    GPU: its sums stay there, at most 1 KiB for each tensor.
     """
+    if source.memory is not None:
+        dtypes = {name: spec.dtype for name, spec in source.specs.items()}
+        tensors = source.read(dtypes)
+        into.update((name, fingerprint(tensor)) for name, tensor in tensors)
+        return source
 
     def read(dtypes: Dtypes) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in source.read(dtypes):

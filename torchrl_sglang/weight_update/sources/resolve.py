@@ -15,12 +15,11 @@ from torchrl_sglang.backends.contract import RLSGLangEngine
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.types import ModelMetadata
 from torchrl_sglang.weight_update.sources.base import (
-    ExporterCache,
     Source,
+    SourceCache,
     collect,
     module_tensors,
     refuse_fsdp1,
-    tensor_source,
 )
 from torchrl_sglang.weight_update.sources.peft import has_adapters, merge_while_reading
 
@@ -33,12 +32,13 @@ _NO_WEIGHTS = (str, bytes, type)
 _REGISTER = "Give the model that is trained: SGLangWeightSyncScheme(engine, model)."
 
 
-def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
+def find_source(weights: Any, cache: SourceCache | None = None) -> Source:
     """Resolves weights, without gathering or sending them.
 
     An iterator of pairs is used up; an exporter is run once to learn names and shapes,
     unless ``cache`` has them, and once for every update.
     """
+    cache = cache or SourceCache()
     if isinstance(weights, LLMWrapperBase):
         kind, weights = type(weights).__name__, weights.model
         if not isinstance(weights, nn.Module):
@@ -52,21 +52,20 @@ def find_source(weights: Any, cache: ExporterCache | None = None) -> Source:
         # A module's TensorDict holds its buffers too; most are computed, not trained.
         buffers = {n for n, v in tensors.items() if not isinstance(v, nn.Parameter)}
         computed = frozenset(buffers if len(buffers) < len(tensors) else ())
-        return tensor_source(tensors, computed)
+        return cache.tensors(tensors, computed)
     if isinstance(weights, nn.Module):
         refuse_fsdp1(weights)
         if has_adapters(weights):
             return merge_while_reading(weights)
-        return tensor_source(collect(module_tensors(weights).items(), weights))
+        return cache.tensors(collect(module_tensors(weights).items(), weights))
     if not isinstance(weights, _NO_WEIGHTS):
-        cache = cache or ExporterCache()
         if isinstance(weights, _COLLECTED):
             items: Any = weights.items() if isinstance(weights, Mapping) else weights
-            return tensor_source(collect(items, weights))
+            return cache.tensors(collect(items, weights))
         if isinstance(weights, Iterable):
-            return cache.source(weights, lambda: weights)
+            return cache.exporter(weights, lambda: weights)
         if callable(weights):
-            return cache.source(weights, weights)
+            return cache.exporter(weights, weights)
     raise _no_weights_error(weights)
 
 

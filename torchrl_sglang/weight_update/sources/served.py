@@ -16,7 +16,7 @@ import torch
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.support.wrapped_names import without_wrappers
 from torchrl_sglang.types import FusedParameter, ModelMetadata, TensorPart
-from torchrl_sglang.weight_update.sources.base import Source
+from torchrl_sglang.weight_update.sources.base import Source, SourceCache
 from torchrl_sglang.weight_update.weights import TensorSpec, Weights
 
 _LEADING = ("module.", "base_model.model.", "model.")
@@ -41,17 +41,41 @@ class ServedTensors:
     """Format of quantised weights, see ``ServerCapabilities.quantized``."""
 
 
-def open_weights(source: Source, served: ServedTensors | None = None) -> Weights:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamePlan:
+    """The served tensors of a source's."""
+
+    memory: object
+    """Memory of the source's tensors."""
+    served: ServedTensors | None
+    names: Mapping[str, tuple[TensorSpec, ...]]
+    """Name in the source -> the tensors that are sent of it."""
+    specs: tuple[TensorSpec, ...]
+    """All of these."""
+    device: torch.device
+    """Device of most bytes."""
+
+    def fits(self, source: Source, served: ServedTensors | None) -> bool:
+        """Returns whether a source's tensors are those that were planned."""
+        is_known = source.memory is not None and source.memory is self.memory
+        return is_known and served is self.served
+
+
+def open_weights(
+    source: Source,
+    served: ServedTensors | None = None,
+    cache: SourceCache | None = None,
+) -> Weights:
     """Validates a source against the served model.
 
-    A LoRA adapter needs no ``served``: it is sent under its own names.
+    A LoRA adapter needs no ``served``: it is sent under its own names. Tensors that are
+    still in the memory of the plan in ``cache`` are planned already.
     """
-    names: Mapping[str, tuple[TensorSpec, ...]]
-    if served is None:
-        names = {name: (spec,) for name, spec in source.specs.items()}
-    else:
-        names = plan_names(source.specs, served)
-        _check_readable(source.specs[name] for name in names)
+    cache = cache or SourceCache()
+    if not (isinstance(cache.plan, NamePlan) and cache.plan.fits(source, served)):
+        cache.plan = _plan(source, served)
+    plan: NamePlan = cache.plan
+    names = plan.names
 
     def read() -> Iterator[tuple[str, torch.Tensor]]:
         # Nothing here may hold a tensor while the next one is made.
@@ -62,12 +86,29 @@ def open_weights(source: Source, served: ServedTensors | None = None) -> Weights
             del tensor
 
     return Weights(
-        specs=tuple(spec for parts in names.values() for spec in parts),
+        specs=plan.specs,
         read=read,
-        device=_main_device(source.specs[name] for name in names),
+        device=plan.device,
         stable=source.stable,
         adapter=source.adapter,
         ranks=source.ranks,
+        memory=source.memory,
+    )
+
+
+def _plan(source: Source, served: ServedTensors | None) -> NamePlan:
+    names: Mapping[str, tuple[TensorSpec, ...]]
+    if served is None:
+        names = {name: (spec,) for name, spec in source.specs.items()}
+    else:
+        names = plan_names(source.specs, served)
+        _check_readable(source.specs[name] for name in names)
+    return NamePlan(
+        memory=source.memory,
+        served=served,
+        names=names,
+        specs=tuple(spec for parts in names.values() for spec in parts),
+        device=_main_device(source.specs[name] for name in names),
     )
 
 

@@ -223,12 +223,20 @@ class CudaIpcTransport(WeightTransport):
                 yield self._loader.flat(bucket.specs, flat)
                 del flat
             return
+        if self._loader.has_open(weights.memory):
+            yield self._loader.again(len(weights.specs))
+            return
         tensors = read_all(weights)
         ready = [s for s in weights.specs if is_ready(s, tensors[s.name], device)]
-        if ready:
-            yield self._loader.memory(ready, tensors, apart=self._apart)
         names = {spec.name for spec in ready}
         unready = [spec for spec in weights.specs if spec.name not in names]
+        if ready:
+            yield self._loader.memory(
+                ready,
+                tensors,
+                apart=self._apart,
+                whole=None if unready else weights.memory,
+            )
         for bucket in plan_buckets(unready, half):
             yield self._loader.flat(bucket.specs, flatten(bucket, tensors, device))
 

@@ -73,6 +73,7 @@ class TracedLoader:
         # What the servers have open, and what keeps it from being used for others.
         self._addresses: dict[str, int] = {}
         self._sources: list[torch.Tensor] = []
+        self._whole: object = None
 
     @property
     def shares_memory(self) -> bool:
@@ -137,20 +138,38 @@ class TracedLoader:
             load_format=TRACED_LOADER,
         )
 
+    def has_open(self, memory: object) -> bool:
+        """Returns whether servers have opened all of an update's memory."""
+        return memory is not None and memory is self._whole
+
+    def again(self, num_tensors: int) -> Content:
+        """Makes the content of an update from the open memory."""
+        return Content(
+            value=self.order("again", memory=self._memory),
+            num_tensors=num_tensors,
+            load_format=TRACED_LOADER,
+        )
+
     def memory(
-        self, specs: list[TensorSpec], tensors: NamedTensors, *, apart: bool
+        self,
+        specs: list[TensorSpec],
+        tensors: NamedTensors,
+        *,
+        apart: bool,
+        whole: object = None,
     ) -> Content:
         """Makes the content of tensors in their own memory on a GPU.
 
         Servers keep that open, and it stays allocated, until other memory is sent or
-        :meth:`forget`: the next update sends no handles.
+        :meth:`forget`: the next update sends no handles. ``whole`` is the memory of an
+        update that has only these tensors.
         """
+        self._whole = whole
         # Thousands of tensors of experts take milliseconds for each call.
         addresses = {spec.name: tensors[spec.name].data_ptr() for spec in specs}
-        content = Content(value=None, num_tensors=len(specs), load_format=TRACED_LOADER)
         if addresses == self._addresses:
-            content.value = self.order("again", memory=self._memory)
-            return content
+            return self.again(len(specs))
+        content = Content(value=None, num_tensors=len(specs), load_format=TRACED_LOADER)
         self._sources = [tensors[spec.name].detach() for spec in specs]
         self._addresses = addresses
         self._memory = 1 + secrets.randbits(NUMBER_BITS)
@@ -215,7 +234,7 @@ class TracedLoader:
 
     def release(self) -> None:
         """Releases memory that servers do not read any more."""
-        self._addresses, self._sources = {}, []
+        self._addresses, self._sources, self._whole = {}, [], None
 
     async def forget(self, timeout: float) -> None:
         """Has servers close the memory that they keep open."""

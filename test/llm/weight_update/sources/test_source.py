@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from torchrl.modules.llm import TransformersWrapper
 from torchrl_sglang import SGLangWeightSyncScheme, get_model_metadata
 from torchrl_sglang.errors import ConfigurationError, WeightMismatchError
 from torchrl_sglang.testing.tiny_model import make_tiny_model
-from torchrl_sglang.weight_update.sources.base import ExporterCache
+from torchrl_sglang.weight_update.sources import served as sources
+from torchrl_sglang.weight_update.sources.base import SourceCache
 from torchrl_sglang.weight_update.sources.fingerprints import (
     are_equal,
     take_fingerprints,
@@ -278,7 +281,7 @@ def test_sources_without_weights_are_refused(weights, words):
 
 def test_an_exporter_is_asked_for_names_once(hf_model, served):
     exporter = Exporter(hf_model)
-    remembered = ExporterCache()
+    remembered = SourceCache()
     # A bound method is a new object every time, and means the same exporter.
     for expected in (2, 3, 4):
         weights = open_weights(find_source(exporter.export, remembered), served)
@@ -411,3 +414,76 @@ def test_a_tensor_without_views_counts_as_changed():
     assert type(tensor) is Unviewable
     assert prints == {"weight": None}
     assert not are_equal(prints, prints)
+
+
+# Tensors that stay where they are.
+
+
+def planned(weights, served, cache):
+    return sources.open_weights(find_source(weights, cache), served, cache)
+
+
+def swapped(model: nn.Module) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+
+
+def cast(model: nn.Module) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.double()
+
+
+def turned(model: nn.Module) -> None:
+    weight = model.lm_head.weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def test_tensors_in_the_same_memory_are_planned_once(hf_model):
+    model, cache = copy.deepcopy(hf_model), SourceCache()
+    served = ServedTensors(metadata=get_model_metadata(model))
+    first = planned(model, served, cache)
+    assert first.memory is not None
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    again = planned(model, served, cache)
+    assert again.memory is first.memory
+    assert again.specs is first.specs
+    for name, tensor in again.read():
+        assert torch.equal(tensor, model.get_parameter(name))
+    # Other servers have other names.
+    other = replace(served, metadata=dict(served.metadata))
+    assert planned(model, other, cache).specs is not (first.specs)
+
+
+@pytest.mark.parametrize("change", [swapped, cast, turned])
+def test_other_memory_is_planned_anew(hf_model, change):
+    model, cache = copy.deepcopy(hf_model), SourceCache()
+    served = ServedTensors(metadata=get_model_metadata(model))
+    first = planned(model, served, cache)
+    change(model)
+    changed = planned(model, served, cache)
+    assert changed.memory is not first.memory
+    assert (changed.memory is None) == (change is turned)
+    for name, tensor in changed.read():
+        assert torch.equal(tensor, model.get_parameter(name))
+
+
+def test_other_names_are_refused_though_the_memory_is_the_same(hf_model):
+    cache = SourceCache()
+    served = ServedTensors(metadata=get_model_metadata(hf_model))
+    weights = dict(hf_model.named_parameters())
+    planned(weights, served, cache)
+    weights["other"] = weights.pop("lm_head.weight")
+    with pytest.raises(WeightMismatchError, match="unexpected: other"):
+        planned(weights, served, cache)
+    del weights["other"]
+    with pytest.raises(WeightMismatchError, match="missing: lm_head"):
+        planned(weights, served, cache)
+
+
+def test_nothing_is_kept_of_tensors_that_are_described(served):
+    cache = SourceCache()
+    weights = {name: torch.zeros(shape) for name, (_, shape) in served.items()}
+    reference = weakref.ref(next(iter(weights.values())))
+    metadata = ServedTensors(metadata=served)
+    planned(weights, metadata, cache)
+    del weights
+    assert reference() is None

@@ -196,7 +196,10 @@ def test_one_tensor_at_a_time_is_encoded(hf_model):
     served = {n: (p.dtype, p.shape) for n, p in hf_model.named_parameters()}
     weights = open_weights(hf_model, served)
     assert encode_weights(weights, ENCODINGS["identity"]) is weights
+    weights = replace(weights, memory=object())
     encoded = encode_weights(weights, Rounded())
+    # Every tensor is read.
+    assert encoded.memory is None
     assert not encoded.stable
     own = {p.data_ptr() for p in hf_model.parameters()}
     for spec, (name, tensor) in zip(encoded.specs, encoded.read(), strict=True):
