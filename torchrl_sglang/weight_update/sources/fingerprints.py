@@ -57,12 +57,14 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         False
     """
     try:
-        flat = tensor.detach().contiguous().flatten()
+        flat = tensor.detach().contiguous().view(-1)
         if flat.storage_offset() * flat.itemsize % 8:
             flat = flat.clone()
-        data = flat.view(torch.uint8)
-        columns = len(data) // (8 * CHUNKS)
-        end = 8 * CHUNKS * columns
+        columns, rest = divmod(flat.nbytes, 8 * CHUNKS)
+        if not rest:
+            # Of most tensors, in half as many calls.
+            return (flat.view(torch.int64).view(CHUNKS, columns).sum(1),)
+        data, end = flat.view(torch.uint8), flat.nbytes - rest
         sums = data[:end].view(torch.int64).view(CHUNKS, columns).sum(1)
         return sums, data[end:].clone()
     except (RuntimeError, TypeError):
