@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -178,6 +178,8 @@ class Learner:
         self.schedule = schedule
         self.ranks = ranks or TrainerRanks()
         self.recorder: RunRecorder | RankScores | None = recorder
+        self.on_taught: Callable[[], object] | None = None
+        """Called when a teacher has scored a batch and sleeps again."""
         self.query_key = query_key
         self.skipped = 0
         self.steps = 0
@@ -330,6 +332,8 @@ class Learner:
             return self._ranks_in_step.together(lambda: teacher(batch))
         finally:
             self.ranks.first(teacher.sleep)
+            if self.on_taught is not None:
+                self.on_taught()
 
     def _mark_start(self) -> None:
         """Keeps the state of a schedule before the first step."""

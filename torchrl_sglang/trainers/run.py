@@ -220,6 +220,7 @@ class Run:
             self.model, tokenizer, self.ranks, reference=reference, teacher=teacher
         )
         self.learner.recorder = self._recorder_of_scores()
+        self.learner.on_taught = lambda: self.clock.done("score")
         self.learner.query_key = self.query_key
         self.scheme = SGLangWeightSyncScheme(
             self.engine, self.model, **(self.arguments.weight_sync or {})

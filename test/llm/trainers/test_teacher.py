@@ -384,6 +384,7 @@ def test_a_teacher_sleeps_while_the_student_generates_and_trains(
         distillation={"estimator": "vocabulary"},
     )
     check_steps(run, teacher_model)
+    assert run.clock.totals["score"] > 0
 
 
 @pytest.mark.slow
