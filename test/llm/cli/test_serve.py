@@ -30,7 +30,7 @@ from torchrl_sglang.backends.launch.watchdog import (
     processes_by_parent,
 )
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.serve import wait
+from torchrl_sglang.cli.serve import vllm_loaders, wait
 from torchrl_sglang.errors import ServerDiedError
 from torchrl_sglang.gateway.vllm.broadcasts import LOADERS
 
@@ -145,6 +145,25 @@ def test_vllm_s_protocol_in_front_of_the_server(tiny_model_path):
             assert set(LOADERS) <= set(engine.capabilities.weight_loaders)
         out, errors = end(process, signal.SIGTERM)
         assert (process.returncode, out) == (0, ""), errors
+
+
+@pytest.mark.parametrize(
+    ("inherited", "given", "expected"),
+    [
+        (None, {}, {"NCCL_CUMEM_ENABLE": "-2"}),
+        ("0", {}, {}),
+        (None, {"environment": {"A": "1"}}, {"NCCL_CUMEM_ENABLE": "-2", "A": "1"}),
+        ("1", {"environment": {"NCCL_CUMEM_ENABLE": "0"}}, {"NCCL_CUMEM_ENABLE": "0"}),
+    ],
+)
+def test_servers_for_vllm_s_trainers_have_their_setting_of_nccl(
+    monkeypatch, inherited, given, expected
+):
+    """NCCL's default, which is ``-2``; SGLang would set ``0``."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    if inherited is not None:
+        monkeypatch.setenv("NCCL_CUMEM_ENABLE", inherited)
+    assert vllm_loaders(given)["environment"] == expected
 
 
 def test_an_address_for_vllm_s_protocol_is_refused_before_a_start(

@@ -25,14 +25,20 @@ from helpers.waiting import wait_until
 from transformers import AutoTokenizer
 
 from torchrl_sglang import AsyncSGLang
-from torchrl_sglang.errors import ConfigurationError
+from torchrl_sglang.errors import ConfigurationError, WeightTransferError
 from torchrl_sglang.gateway.gateway import Gateway
 from torchrl_sglang.gateway.vllm.answers import routed_experts
-from torchrl_sglang.gateway.vllm.broadcasts import LOADER, Wire, read_specs
+from torchrl_sglang.gateway.vllm.broadcasts import (
+    LOADER,
+    BroadcastReceiver,
+    Wire,
+    read_specs,
+)
 from torchrl_sglang.gateway.vllm.dialect import VLLM
 from torchrl_sglang.requests.token_columns import ROUTED_EXPERTS
 from torchrl_sglang.testing.tiny_model import make_tiny_model
 from torchrl_sglang.types import Completion, TokenLayout, TokenValues
+from torchrl_sglang.weight_update.transports.traced import TracedLoader
 
 GENERATE = "/inference/v1/generate"
 SAMPLING = {"max_tokens": 8, "ignore_eos": True, "logprobs": 1}
@@ -314,6 +320,24 @@ def test_refusals_in_vllm_s_words(client, path, body, status, words):
     assert words in error["message"]
     if status == 405:
         assert error["type"] == "Method Not Allowed"
+
+
+def test_nccl_that_cannot_join_names_the_setting(client, monkeypatch):
+    async def execute(*_):
+        pass
+
+    async def check(_):
+        raise WeightTransferError(
+            "The server at x did not load the weights: RuntimeError: NCCL error: "
+            "unhandled cuda error (run with NCCL_DEBUG=INFO for details)."
+        )
+
+    monkeypatch.setattr(BroadcastReceiver, "_execute", execute)
+    monkeypatch.setattr(TracedLoader, "check", check)
+    body = {"init_info": GROUP}
+    response = client.post("/init_weight_transfer_engine", json=body)
+    assert response.status_code == 503
+    assert "Both sides need the same NCCL_CUMEM_ENABLE" in response.text
 
 
 def test_phases_out_of_order(client, trainer):
