@@ -175,6 +175,33 @@ def test_a_host_that_disappears(network, trainer):
     check(trainer.generate(count=4, length=8), "2")
 
 
+def test_a_host_that_disappears_in_an_update(network, trainer):
+    """The error comes soon after the timeout, and later updates hardly wait."""
+    timeout = 5.0
+    trainer.make_sender(transport="broadcast", send_timeout=timeout)
+    trainer.update(scale=0.9)
+    network.delay_seconds = 0.05
+    # The weights have a megabyte for each server.
+    begun = network.transferred + 600_000
+    trainer.begin("update", scale=0.9)
+    wait_until(lambda: network.transferred > begun, 60.0)
+    start = time.monotonic()
+    network.hosts[2].link_up = False
+    found = trainer.answer()
+    seconds = time.monotonic() - start
+    assert found["error"] == "WeightTransferError"
+    address = network.hosts[2].address
+    assert f"No answer comes from http://{address}:{PORT}." in found["message"]
+    # Two calls of the clean-up with timeouts of 5 s would add 10.
+    assert timeout - 1.0 < seconds < timeout + 7.0
+    network.delay_seconds = 0.0
+    trainer.update(scale=0.9)
+    report = trainer.update(scale=0.9)
+    # Connecting takes 10 s to fail.
+    assert report["seconds"] < 7.0
+    check(trainer.generate(count=4, length=8), report["version"])
+
+
 CLIENT = """
 import openai, sys, time
 time.time = lambda right=time.time: right() + 3600.0

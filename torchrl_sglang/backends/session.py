@@ -31,6 +31,7 @@ from torchrl_sglang.errors import (
     WeightSyncStateError,
     WeightTransferError,
 )
+from torchrl_sglang.support.checks import some_of
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.support.log import torchrl_logger
 from torchrl_sglang.types import DraftUpdate, PauseMode, SyncReport, WeightRoute
@@ -42,7 +43,10 @@ does not wait."""
 TAKE_OVER_POLL_SECONDS = 0.2
 
 CLEANUP_SECONDS = 5.0
-"""Timeout of each call after a failure."""
+"""Timeout of each call after a failure, to servers that still answer."""
+
+LOOK_SECONDS = 2.0
+"""Timeout for finding the servers that still answer."""
 
 
 class UpdateContent(Protocol):
@@ -203,10 +207,12 @@ class _UpdateSession:
     """Servers with a session of this update; ``unclear`` servers may have a session."""
     unclear: set[str] = field(default_factory=set)
     seconds: dict[str, float] = field(default_factory=dict)
+    cleanup: ControlPlane | None = None
+    """Control calls after a failure."""
 
     @property
     def control(self) -> ControlPlane:
-        return self.engine.control
+        return self.cleanup or self.engine.control
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -440,7 +446,7 @@ class _UpdateSession:
 
     def _clean_up(self, error: BaseException) -> WeightSyncError:
         """Leaves the servers safe after a failure, and returns the error to raise."""
-        problem = _text(error)
+        failure = problem = _text(error) + self._look()
         if self.touched:
             self.update.mark_inconsistent(problem)
         if self._close_sessions() or (not self.touched and self._others_update()):
@@ -454,11 +460,11 @@ class _UpdateSession:
                 self._restore()
             except SGLangError as secondary:
                 safe = False
-                failure = f"generation could not be resumed: {secondary}"
-                problem = f"{error} And {failure}"
+                not_resumed = f"generation could not be resumed: {secondary}"
+                problem = f"{failure} And {not_resumed}"
                 outcome = (
-                    f"The servers still hold the old weights, and {failure} Send the "
-                    f"weights again."
+                    f"The servers still hold the old weights, and {not_resumed} Send "
+                    f"the weights again."
                 )
         if not safe:
             self.update.mark_inconsistent(problem)
@@ -470,8 +476,14 @@ class _UpdateSession:
             type(error) if isinstance(error, WeightSyncError) else WeightTransferError
         )
         if issubclass(kind, WeightTransferError):
-            return kind(f"{error} {outcome}", untouched=not self.touched)
-        return kind(f"{error} {outcome}")
+            return kind(f"{failure} {outcome}", untouched=not self.touched)
+        return kind(f"{failure} {outcome}")
+
+    def _look(self) -> str:
+        """Finds the servers that still answer; returns a sentence about the others."""
+        self.cleanup = run_sync(self.engine.control.impatient(timeout=LOOK_SECONDS))
+        silent = ", ".join(some_of(sorted(self.cleanup.silent or ())))
+        return f" No answer comes from {silent}." if silent else ""
 
     def _restore(self) -> None:
         """Lets untouched servers generate as before."""

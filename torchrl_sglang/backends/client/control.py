@@ -22,6 +22,7 @@ from torchrl_sglang.backends.client.http import HttpClient, Method, encode
 from torchrl_sglang.errors import (
     ConfigurationError,
     RequestRefusedError,
+    ServerTimeoutError,
     ServerUnavailableError,
     SGLangError,
     UnsupportedByServerError,
@@ -31,6 +32,9 @@ from torchrl_sglang.types import DraftUpdate, PauseMode, ServerCapabilities, Wei
 CONTROL_TIMEOUT_SECONDS = 60.0
 
 QUERY_TIMEOUT_SECONDS = 10.0
+
+SILENT_SECONDS = 0.5
+"""Timeout of a call to a silent server, which still reaches a server that is slow."""
 
 LoadFormat = (
     Literal["flattened_bucket", "safetensors", "torchrl_sglang_loader.load"] | None
@@ -75,6 +79,18 @@ class ControlPlane:
         self._http = http
         self._servers = servers
         self.capabilities = capabilities
+        self.silent: set[str] | None = None
+        """Servers without an answer to the last call; ``None``: not recorded."""
+
+    async def impatient(self, *, timeout: float) -> ControlPlane:
+        """Returns control calls that wait shortly for servers that are silent now.
+
+        A machine may be gone, and the timeouts of successive calls would add up.
+        """
+        calls = ControlPlane(self._http, self._servers, self.capabilities)
+        calls.silent = set()
+        await calls._each("/model_info", None, timeout, method="GET")
+        return calls
 
     @property
     def urls(self) -> Sequence[str]:
@@ -104,14 +120,18 @@ class ControlPlane:
         body = None if payload is None else encode(payload)
 
         async def one(url: str) -> Any | SGLangError:
-            call = self._http.request(method, url + path, body, timeout=timeout)
+            silent = self.silent is not None and url in self.silent
+            seconds = min(timeout, SILENT_SECONDS) if silent else timeout
+            call = self._http.request(method, url + path, body, timeout=seconds)
             try:
                 response = (await call).raise_for_status()
                 # Some answer with a plain text.
                 is_json = response.body.lstrip().startswith((b"{", b"["))
                 content = response.json() if is_json else None
             except SGLangError as error:
+                self._record(url, silent=_is_silence(error))
                 return error
+            self._record(url, silent=False)
             # Older versions answer 200 and report failure in the body.
             if isinstance(content, dict) and content.get("success") is False:
                 reason = content.get("message", content)
@@ -121,6 +141,10 @@ class ControlPlane:
         targets = self.urls if urls is None else urls
         outcomes = await fan_out(one, targets, at_once=at_once)
         return dict(zip(targets, outcomes, strict=True))
+
+    def _record(self, url: str, *, silent: bool) -> None:
+        if self.silent is not None:
+            (self.silent.add if silent else self.silent.discard)(url)
 
     async def _all(
         self,
@@ -515,6 +539,12 @@ class ControlPlane:
         before: forever, while generation is paused.
         """
         return await self._errors("/unload_lora_adapter", {"lora_name": name}, timeout)
+
+
+def _is_silence(error: SGLangError) -> bool:
+    """Returns whether a server has not answered at all."""
+    unavailable = isinstance(error, ServerUnavailableError) and error.status is None
+    return unavailable or isinstance(error, ServerTimeoutError)
 
 
 def _loads(answer: Any) -> list[dict[str, Any]]:
