@@ -42,6 +42,9 @@ from torchrl_sglang.types import ServerCapabilities, ServerStats
 POLL_TIMEOUT_SECONDS = 5.0
 """Timeout for a response, which a process in front of the scheduler sends."""
 
+RETURN_SECONDS = 2.0
+"""Timeout for the first response of a server that is down, which updates wait for."""
+
 _REFUSED = {
     "input_ids": [0],
     "sampling_params": {"temperature": -1.0, "max_new_tokens": 1},
@@ -186,6 +189,7 @@ class ServerPoller:
         control = ControlPlane(self._http, fleet, capabilities)
         urls, timeout = [asked.url], POLL_TIMEOUT_SECONDS
         if asked.state == "down":
+            await control.weight_versions(timeout=RETURN_SECONDS, urls=urls)
             current = await self._find(asked.url)
             check_same(capabilities, fleet.replicas[0].url, current, asked.url)
             start_id = current.start_id
