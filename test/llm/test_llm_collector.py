@@ -150,6 +150,18 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [] if inner is None else tensors(inner)
 
 
+def containers(value: Any) -> list[int]:
+    """Returns the identities of all nested TensorDicts."""
+    if isinstance(value, torch.Tensor):
+        return []
+    inner = vars(value).get("_tensordict", getattr(value, "tensordicts", ()))
+    if isinstance(inner, (dict, list, tuple)):
+        parts = list(inner.values() if isinstance(inner, dict) else inner)
+    else:
+        parts = [inner]
+    return [id(value), *(place for part in parts for place in containers(part))]
+
+
 def collect(kind, engine, transforms, **form) -> list[Any]:
     buffer = form.get("replay_buffer")
     batches = list(make(kind, engine, transforms, **form))
@@ -224,6 +236,8 @@ def test_batches_share_nothing(fake_engine):
     kept = [id(tensor) for batch in batches for tensor in tensors(batch)]
     places = {tensor.data_ptr() for batch in batches for tensor in tensors(batch)}
     assert len(places) == len(set(kept)) == len(kept) > 0
+    objects = [place for batch in batches for place in containers(batch)]
+    assert len(set(objects)) == len(objects)
 
 
 @pytest.mark.parametrize(

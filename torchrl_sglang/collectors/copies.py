@@ -11,7 +11,7 @@ rollout's own share of the time 5 times longer, and the constructors alone 1.3 t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Set
 from copy import copy, deepcopy
 from typing import Any
 
@@ -26,13 +26,13 @@ from tensordict import (
 from torchrl.data.llm import History
 from torchrl.modules.llm.policies import ChatHistory, Text, Tokens
 
-from torchrl_sglang.policies.outputs import wrap
+from torchrl_sglang.policies.outputs import filled, wrap
 
 
 def copy_tree(value: Any, recurse: bool) -> Any:
-    """Returns ``value.clone(recurse)``: tensors are shared unless ``recurse``."""
+    """Returns ``value.clone(recurse)``: leaves are shared unless ``recurse``."""
     kind = type(value)
-    if kind is torch.Tensor:
+    if kind is torch.Tensor or (kind is NonTensorData and not recurse):
         return value.clone() if recurse else value
     if kind is TensorDict:
         items = value._tensordict.items()
@@ -41,30 +41,54 @@ def copy_tree(value: Any, recurse: bool) -> Any:
         return _stacked(value, [copy_tree(v, recurse) for v in value.tensordicts])
     if hasattr(value, "_non_tensordict"):
         attributes = value._non_tensordict
-        if recurse and kind is NonTensorData and type(attributes["data"]) is not str:
+        if kind is NonTensorData and type(attributes["data"]) is not str:
             attributes = {**attributes, "data": deepcopy(attributes["data"])}
         return wrap(kind, copy_tree(value._tensordict, recurse), attributes)
     return value.clone(recurse) if is_tensor_collection(value) else copy(value)
 
 
+def copy_turns(output: TensorDictBase, fresh: Set[str]) -> TensorDictBase:
+    """Returns ``output.clone()``, but entries of ``fresh`` themselves.
+
+    Nothing else may refer to those, except to those that the next observation has, too.
+    """
+    rows = output.tensordicts if type(output) is LazyStackedTensorDict else []
+    if not fresh or {TensorDict} != set(map(type, rows)):
+        copied: TensorDictBase = copy_tree(output, recurse=True)
+        return copied
+    entries = fresh - set(rows[0]["next"].keys())
+    return _stacked(
+        output,
+        [
+            _filled(
+                row,
+                {
+                    key: part if key in entries else copy_tree(part, recurse=True)
+                    for key, part in row._tensordict.items()
+                },
+            )
+            for row in rows
+        ],
+    )
+
+
 def _filled(like: TensorDict, items: dict[str, Any]) -> TensorDict:
     """Returns a TensorDict of the same form with other entries, unchecked."""
-    return TensorDict._new_unsafe(
-        items,
-        batch_size=like._batch_size,
-        device=like._device,
-        names=like._maybe_names(),
-        nested=False,
-    )
+    names = None if like._td_dim_names is None else like._maybe_names()
+    return filled(items, like._batch_size, like._device, names)
 
 
 def _stacked(
     like: LazyStackedTensorDict, items: Iterable[TensorDictBase]
 ) -> LazyStackedTensorDict:
-    """Returns a stack of other elements along the same dimension."""
-    return LazyStackedTensorDict(
-        *items, stack_dim=like.stack_dim, stack_dim_name=like._td_dim_name
-    )
+    """Returns a stack of as many other elements of the same shapes, unchecked."""
+    stack = LazyStackedTensorDict.__new__(LazyStackedTensorDict)
+    stack._is_locked = stack.hook_out = stack.hook_in = None
+    stack.stack_dim, stack._batch_size = like.stack_dim, like._batch_size
+    stack.tensordicts = list(items)
+    if like._td_dim_name is not None:
+        stack._td_dim_name = like._td_dim_name
+    return stack
 
 
 class FastCopied(LazyStackedTensorDict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Set
 from typing import Any
@@ -19,7 +20,7 @@ from torchrl.envs import AsyncEnvPool, Compose, EnvBase, Transform, TransformedE
 from torchrl_sglang.collectors.copies import (
     FastCopied,
     Fresh,
-    copy_tree,
+    copy_turns,
     has_private_keys,
     next_input,
     step,
@@ -107,6 +108,9 @@ class SGLangLLMCollector(LLMCollector):
             )
             turns_left -= steps[-1].numel()
         with collect_garbage_afterwards():
+            if self.flatten_data and all(map(_is_column, steps)):
+                rows = zip(*(turns.tensordicts for turns in steps), strict=True)
+                return LazyStackedTensorDict(*itertools.chain(*rows))
             batch = lazy_stack(steps, -1)
             return batch.view(-1) if self.flatten_data else batch
 
@@ -138,15 +142,14 @@ class SGLangLLMCollector(LLMCollector):
             torchrl_logger.debug("SGLangLLMCollector: one turn of each conversation.")
         batch = self._respond(self._shuttle)
         with collect_garbage_afterwards():
-            output, following = self._step_env(batch, turns_to_reset)
+            output, following, fresh = self._step_env(batch, turns_to_reset)
             collected = output.get("collector", default=None)
             if collected is not None:
                 if following is not None:
                     following.set("collector", collected.copy())
                 self._update_traj_ids(output)
             self._shuttle = following
-            turns: TensorDictBase = copy_tree(output, recurse=True)
-            return turns
+            return copy_turns(output, fresh)
 
     @set_list_to_stack(True)
     def _respond(self, tensordict: TensorDictBase | None) -> TensorDictBase:
@@ -156,10 +159,11 @@ class SGLangLLMCollector(LLMCollector):
 
     def _step_env(
         self, batch: TensorDictBase, turns_to_reset: float
-    ) -> tuple[TensorDictBase, TensorDictBase | None]:
+    ) -> tuple[TensorDictBase, TensorDictBase | None, Set[str]]:
         """Returns ``env.step_and_maybe_reset(batch)``; no next input if none is needed.
 
         A conversation that has ended needs one: its environment takes a new prompt.
+        The third value has the entries of the output that nothing else refers to.
         """
         env = self.env
         overrides = env.__dict__.keys() & {
@@ -172,21 +176,21 @@ class SGLangLLMCollector(LLMCollector):
             or type(batch) is not LazyStackedTensorDict
             or batch.device != env.device
         ):
-            stepped: tuple[TensorDictBase, TensorDictBase]
-            stepped = env.step_and_maybe_reset(batch)
-            return stepped
+            return *env.step_and_maybe_reset(batch), frozenset()
         output = step(env, batch)
         hooked = _has_hooks(env)
+        unused: Set[str] = frozenset() if hooked else self._unused()
+        # The environment has the messages of a prompt, too.
+        fresh = unused - {getattr(self.policy, "history_key", None)}
         if not hooked and output.numel() >= turns_to_reset and not _ends(env, output):
-            return output, None
+            return output, None, fresh
         if type(output) is LazyStackedTensorDict:
-            unused: Set[str] = frozenset() if hooked else self._unused()
             following = next_input(env._step_mdp, output, unused)
         else:
             following = env._step_mdp(output)
         if hooked:
             output, following = env._post_step_mdp_hooks(output, following)
-        return output, env.maybe_reset(following)
+        return output, env.maybe_reset(following), fresh
 
     def _unused(self) -> Set[str]:
         """Returns the entries that the policy drops before it reads anything else."""
@@ -230,6 +234,11 @@ def _check_samples(policy: Any) -> None:
             f"have the environment repeat each prompt: "
             f"ChatEnv.from_dataloader(repeats={policy.num_samples}, ...)."
         )
+
+
+def _is_column(turns: TensorDictBase) -> bool:
+    """Returns whether turns are a stack of one row for each conversation."""
+    return type(turns) is LazyStackedTensorDict and turns.ndim == 1
 
 
 def _ends(env: EnvBase, output: TensorDictBase) -> bool:

@@ -15,6 +15,7 @@ from tensordict import (
     LazyStackedTensorDict,
     NestedKey,
     NonTensorData,
+    TensorDict,
     TensorDictBase,
 )
 from torchrl.data.llm import History
@@ -69,6 +70,8 @@ def read_history(
     if not isinstance(history, History):
         raise TypeError(f"Expected History object for '{key}', got {type(history)}")
     histories = list(history.unbind(0)) if td.ndim else [history]
+    if generate:
+        histories = list(map(_by_message, histories))
     names = [f"Conversation {index} of the batch" for index in range(len(histories))]
     chats = list(map(to_messages, histories, names))
     if not generate:
@@ -93,6 +96,16 @@ def read_history(
         texts=texts,
         histories=histories,
     )
+
+
+def _by_message(history: History) -> History:
+    """Returns the same conversation of shape ``(T,)`` as a stack of its messages."""
+    inner = history._tensordict
+    if type(inner) is not TensorDict or not inner.batch_size.numel():
+        return history
+    stack = LazyStackedTensorDict(*inner.unbind(0))
+    by_message: History = History._from_tensordict(stack, history._non_tensordict)
+    return by_message
 
 
 def _check_end(messages: Sequence[Message], name: str) -> None:

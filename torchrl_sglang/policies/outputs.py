@@ -437,14 +437,12 @@ def assemble(
     """
     if pad_output:
         pad_samples(samples, padding_value, layouts)
-    padded = _constant(MetaData, pad_output, device)
     containers = {}
     for name in samples[0]:
-        common = {"padded": padded} if name in ("tokens", "masks", "log_probs") else {}
-        rows = [
-            unchecked({**_on(sample[name], device), **common}, device)
-            for sample in samples
-        ]
+        rows = [unchecked(_on(sample[name], device), device) for sample in samples]
+        if name in ("tokens", "masks", "log_probs"):
+            for row in rows:
+                row._tensordict["padded"] = _constant(MetaData, pad_output, device)
         cls = CONTAINERS.get(name)
         containers[name] = stack(rows, shape)
         if cls is not None:
@@ -489,9 +487,22 @@ def unchecked(
     content: Mapping[str, Any], device: torch.device | None = None
 ) -> TensorDict:
     """Returns a scalar TensorDict whose values are known to be valid."""
-    return TensorDict._new_unsafe(
-        content, batch_size=_NO_SHAPE, device=device, nested=False
-    )
+    return filled(content, _NO_SHAPE, device)
+
+
+def filled(
+    content: Mapping[str, Any],
+    batch_size: torch.Size,
+    device: torch.device | None,
+    names: list[str] | None = None,
+) -> TensorDict:
+    """Returns ``TensorDict._new_unsafe(content, ...)`` in half of its time."""
+    new = TensorDict.__new__(TensorDict)
+    new._tensordict = dict(content)
+    new._batch_size = batch_size
+    new._device = device
+    new._td_dim_names = names
+    return new
 
 
 def ends(*, terminated: bool = False, truncated: bool = False) -> dict[str, Any]:

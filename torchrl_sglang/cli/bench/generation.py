@@ -336,11 +336,12 @@ def batch_collector(
             policy=policy,
             dialog_turns_per_batch=size,
             reset_at_each_iter=True,
+            flatten_data=True,
         )
     batches = iter(collector)
 
     def collect(texts: Sequence[str]) -> Any:
         queries[0] = TensorDict(query=list(texts), batch_size=(size,))
-        return next(batches).view(-1)
+        return next(batches)
 
     return collect
