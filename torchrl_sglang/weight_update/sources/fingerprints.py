@@ -60,11 +60,11 @@ def fingerprint(tensor: torch.Tensor) -> Fingerprint:
         flat = tensor.detach().contiguous().view(-1)
         if flat.storage_offset() * flat.itemsize % 8:
             flat = flat.clone()
-        columns, rest = divmod(flat.nbytes, 8 * CHUNKS)
-        if not rest:
+        columns, remainder = divmod(flat.nbytes, 8 * CHUNKS)
+        if not remainder:
             # Of most tensors, in half as many calls.
             return (flat.view(torch.int64).view(CHUNKS, columns).sum(1),)
-        data, end = flat.view(torch.uint8), flat.nbytes - rest
+        data, end = flat.view(torch.uint8), flat.nbytes - remainder
         sums = data[:end].view(torch.int64).view(CHUNKS, columns).sum(1)
         return sums, data[end:].clone()
     except (RuntimeError, TypeError):
