@@ -52,13 +52,13 @@ def take(worker, number):
 
 def main():
     job = json.loads(sys.argv[1])
-    PartialState()
+    device = PartialState().device
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     # The worker parses responses of templates that it knows.
     tokenizer.chat_template = qwen2_5_chat_template
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    parameters = dict(model.named_parameters())
+    parameters = dict(model.to(device).named_parameters())
     client = VLLMClient(job["url"])
     transfer = WeightTransferClient(
         client,
