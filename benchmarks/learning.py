@@ -184,8 +184,8 @@ def trl(options: argparse.Namespace, tasks: dict[str, Any], folder: str) -> None
             padding=True,
         ).to(model.device)
         model.eval()
-        half = torch.autocast(model.device.type, torch.bfloat16, model.device != "cpu")
-        with half:
+        kind = model.device.type
+        with torch.autocast(kind, torch.bfloat16, kind != "cpu"):
             ids = model.generate(
                 **given, max_new_tokens=options.new_tokens, do_sample=False
             )

@@ -24,7 +24,7 @@ from torchrl_sglang.cli.options import (
     read_keys,
     start_arguments,
 )
-from torchrl_sglang.cli.serve import vllm_loaders, wait
+from torchrl_sglang.cli.serve import receiver_arguments, wait
 from torchrl_sglang.errors import ConfigurationError
 from torchrl_sglang.support.garbage import collect_rarely_from_now_on
 from torchrl_sglang.support.urls import LOOPBACK, is_loopback
@@ -193,7 +193,7 @@ def gateway_arguments(arguments: argparse.Namespace) -> dict[str, Any]:
 def _start(arguments: argparse.Namespace) -> AsyncSGLang:
     options = start_arguments(arguments)
     if arguments.api == "vllm":
-        options |= vllm_loaders(options)
+        options |= receiver_arguments(options)
     print(f"Starting SGLang for {arguments.model} ...", file=sys.stderr, flush=True)
     from torchrl_sglang.backends.async_sglang import AsyncSGLang
 

@@ -118,10 +118,10 @@ def _vllm_options(
             f"give --api-key-file FILE."
         )
     check_free(host, arguments.port)
-    return vllm_loaders(options)
+    return receiver_arguments(options)
 
 
-def vllm_loaders(options: Mapping[str, Any]) -> dict[str, Any]:
+def receiver_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of servers that receive weights from vLLM's trainers."""
     from torchrl_sglang.gateway.vllm.broadcasts import LOADER, NCCL_DEFAULTS
 

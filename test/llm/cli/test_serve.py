@@ -30,7 +30,7 @@ from torchrl_sglang.backends.launch.watchdog import (
     processes_by_parent,
 )
 from torchrl_sglang.cli import main
-from torchrl_sglang.cli.serve import vllm_loaders, wait
+from torchrl_sglang.cli.serve import receiver_arguments, wait
 from torchrl_sglang.errors import ServerDiedError
 from torchrl_sglang.gateway.vllm.broadcasts import LOADERS
 
@@ -163,7 +163,7 @@ def test_servers_for_vllm_s_trainers_have_their_setting_of_nccl(
     monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
     if inherited is not None:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", inherited)
-    assert vllm_loaders(given)["environment"] == expected
+    assert receiver_arguments(given)["environment"] == expected
 
 
 def test_an_address_for_vllm_s_protocol_is_refused_before_a_start(

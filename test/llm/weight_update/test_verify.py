@@ -165,7 +165,10 @@ def update_and_interfere(engine, weights, interfere):
     """An update, after which somebody does something before it is verified."""
     version = str(int("0" + engine.weight_version.strip("default")) + 1)
     opened = open_weights(weights, engine.get_model_metadata())
+    assert opened.memory is not None
     opened, check = watch(engine, opened, unwrap(weights), version=version)
+    # Servers that have it open would be sent nothing to compare with.
+    assert opened.memory is None
 
     def verify():
         interfere()

@@ -21,6 +21,7 @@ from torchrl_sglang.support.checks import check_count, check_flag
 from torchrl_sglang.support.event_loop import run_sync
 from torchrl_sglang.types import TRACED_LOADER
 from torchrl_sglang.weight_update.transports.handles import pack
+from torchrl_sglang.weight_update.transports.process_group import NCCL_CUMEM
 from torchrl_sglang.weight_update.transports.traced import TracedLoader, Value
 from torchrl_sglang.weight_update.weights import TensorSpec
 
@@ -30,7 +31,7 @@ LOADER = "torchrl_sglang_vllm.load"
 LOADERS = (TRACED_LOADER, LOADER)
 """SGLang's ``custom_weight_loader`` of servers for vLLM's weight updates."""
 
-NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "-2"}
+NCCL_DEFAULTS = {NCCL_CUMEM: "-2"}
 """Environment of servers for trainers that leave NCCL as it is, as vLLM's do. SGLang
 sets 0 otherwise; where the two sides differ, they cannot join."""
 
